@@ -1,0 +1,390 @@
+"""Everything a run is made of, as frozen dataclasses: from YAML and overrides, checked before anything starts.
+
+Nothing here imports TensorFlow, so `--help` and a mistyped key answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from vit_tpu import precision
+from vit_tpu.errors import UserError, nearest
+from vit_tpu.models import variants
+
+Duration = int | float | str  # steps, or text: "5 epochs", "10%", "50000 examples"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What `vit_tpu.ViT` is built with; None leaves the variant's own value."""
+
+    variant: str = "S/16"
+    image_size: int | tuple[int, int] = 224
+    num_classes: int | None = None  # None: as many as the data has
+    pool: str = "map"
+    posemb: str = "learn"
+    registers: int = 0
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    layer_scale: float | None = None
+    head_bias_init: float = 0.0
+    representation_size: int | None = None
+    remat: str = "none"
+    scan: bool = False
+    gelu: str = "tanh"
+    epsilon: float = 1e-6
+    width: int | None = None
+    depth: int | None = None
+    mlp_dim: int | None = None
+    num_heads: int | None = None
+    patch_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is read and how training images are varied."""
+
+    source: str = "digits"  # digits | folder | npz | synthetic
+    path: str | None = None
+    channels: int | None = None  # None: as the source has them
+    crop: str = "resize"  # resize | inception
+    crop_area: tuple[float, float] = (0.05, 1.0)
+    flip: bool = False
+    shift: int = 0  # pixels of padding for a random shift
+    mixup: float = 0.0
+    validation_fraction: float = 0.1  # of a folder or file without its own validation split
+    max_broken: int | None = None  # unreadable training files tolerated; None: one in a thousand
+    size: int = 1024  # examples of the synthetic source
+    classes: int = 10  # classes of the synthetic source
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """Name and numbers of the optimizer; None leaves its own default."""
+
+    name: str = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    head_weight_decay: float | None = None
+    decay_style: str | None = None  # LAMB: decoupled | paper
+    momentum_dtype: str | None = None
+    beta_1: float | None = None
+    beta_2: float | None = None
+    beta2_cap: float | None = None  # Adafactor
+    epsilon: float | None = None
+    momentum: float | None = None  # SGD
+    nesterov: bool | None = None  # SGD
+    trust_clip: float | None = None  # LAMB
+    clipping_threshold: float | None = None  # Adafactor
+    exclude_from_weight_decay: tuple[str, ...] | None = None
+    exclude_from_layer_adaptation: tuple[str, ...] | None = None
+    freeze: tuple[str, ...] = ()
+    layer_decay: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves; durations are steps or text such as "5 epochs", "10%", "50000 examples"."""
+
+    name: str = "cosine"  # reciprocal_sqrt | cosine | linear | constant
+    warmup: Duration = 0
+    cooldown: Duration = 0
+    timescale: Duration = 10_000  # reciprocal_sqrt
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Loss scaling; off suits float32 and mixed_bfloat16, dynamic is needed by mixed_float16."""
+
+    mode: str = "auto"  # auto | off | fixed | dynamic
+    initial: float = 4096.0
+    growth_steps: int = 2000
+    minimum: float = 2.0**-14
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """Length, batch and rhythm of a run."""
+
+    batch_size: int = 64
+    epochs: float | None = None  # give epochs or steps
+    steps: int | None = None
+    accumulation_steps: int = 1
+    grad_clip_norm: float | None = 1.0
+    loss: str = "softmax"  # softmax | sigmoid
+    label_smoothing: float = 0.0
+    ema: float | None = None
+    evaluate_ema: bool = False
+    steps_per_execution: int | None = None  # None: chosen from the number of steps
+    jit: bool | None = None  # None: chosen for the device
+    log_every: int | None = None  # steps; None: about a hundred lines a run
+    evaluate_every: Duration = "1 epochs"
+    checkpoint_every: Duration | None = None  # None: at the end and when interrupted
+    max_skipped: int = 50
+    seed: int = 0
+    deterministic: bool = False
+    check_numerics: bool = False
+    profile: tuple[int, int] | None = None  # first and last step of a profiler window
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One run. `Config()` trains a small ViT on the embedded digits."""
+
+    model: Model = dataclasses.field(default_factory=lambda: Model(**DIGITS_MODEL))
+    data: Data = dataclasses.field(default_factory=lambda: Data(shift=1))
+    optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(weight_decay=0.05))
+    schedule: Schedule = dataclasses.field(default_factory=lambda: Schedule(warmup="5%"))
+    loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
+    training: Training = dataclasses.field(default_factory=lambda: Training(epochs=40.0))
+    precision: str = "float32"
+    strategy: str = "auto"
+    tpu: str | None = None
+    workdir: str | None = None  # None: runs/<name of the config>
+    init_from: str | None = None
+
+
+DIGITS_MODEL: dict[str, Any] = {
+    "variant": "Ti/2", "image_size": 8, "pool": "map", "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 4,
+}  # fmt: skip
+
+
+def load_config(path: str | pathlib.Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
+    """Reads a YAML file over the defaults, then overrides over that, and checks the result.
+
+    A file starts from the plain defaults of each section, not from the digits experiment that `Config()` is.
+
+    Args:
+      path: YAML file whose keys are the fields of `Config`; None for the digits experiment.
+      overrides: texts such as "optimizer.name=lamb" (the value is read as YAML), or a mapping of dotted keys.
+
+    Returns:
+      The checked configuration.
+
+    Raises:
+      UserError: missing file, unknown key (with the nearest name), wrong type, or values that exclude each other.
+    """
+    config = Config()
+    if path is not None:
+        config = from_dict(_read_yaml(pathlib.Path(path)), str(path))
+    for key, value in _pairs(overrides):
+        config = replace(config, key, value)
+    return validate(config)
+
+
+def from_dict(values: Mapping[str, Any], where: str = "config") -> Config:
+    """Builds a Config from nested mappings over the plain defaults of each section, checking names and types."""
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    plain = {name: cls() for name, cls in _SECTIONS.items()}
+    unknown = [key for key in values if key not in sections]
+    if unknown:
+        raise UserError(f'{where}: unknown key "{unknown[0]}"{nearest(str(unknown[0]), sections)}')
+    config = Config(**plain)
+    for name, value in values.items():
+        if name in _SECTIONS:
+            if not isinstance(value, Mapping):
+                raise UserError(f"{where}: {name} is a section with keys of its own, not {value!r}")
+            for key, inner in value.items():
+                config = replace(config, f"{name}.{key}", inner, where)
+        else:
+            config = replace(config, name, value, where)
+    return config
+
+
+def replace(config: Config, key: str, value: Any, where: str = "config") -> Config:
+    """Returns `config` with the field at a dotted key replaced.
+
+    Args:
+      config: stays as it is.
+      key: "optimizer.name"; a name that only one section has may stand alone ("pool").
+      value: of the field's type; whole numbers are taken for floats and lists for tuples.
+    """
+    section, _, name = key.rpartition(".")
+    if not section and name not in {f.name for f in dataclasses.fields(Config)}:
+        owners = [s for s, cls in _SECTIONS.items() if name in {f.name for f in dataclasses.fields(cls)}]
+        if len(owners) > 1:
+            raise UserError(f'{where}: key "{key}" is in {" and ".join(owners)}: write {owners[0]}.{key}')
+        section = owners[0] if owners else ""
+    if section and section not in _SECTIONS:
+        raise UserError(f'{where}: unknown section "{section}"{nearest(section, _SECTIONS)}')
+    cls = _SECTIONS[section] if section else Config
+    hints = typing.get_type_hints(cls)
+    if name not in hints:
+        known = list(hints) if section else all_keys()
+        raise UserError(f'{where}: unknown key "{key}"{nearest(name, known)}')
+    if name in _SECTIONS and not section:
+        raise UserError(f"{where}: {name} is a section; set one of its keys, such as {name}.{next(iter(typing.get_type_hints(_SECTIONS[name])))}")
+    checked = _typed(value, hints[name], f"{where}: {section + '.' if section else ''}{name}")
+    if not section:
+        return dataclasses.replace(config, **{name: checked})
+    inner = dataclasses.replace(getattr(config, section), **{name: checked})
+    return dataclasses.replace(config, **{section: inner})
+
+
+def validate(config: Config) -> Config:
+    """Checks what can be checked without data or devices; returns the config.
+
+    Raises:
+      UserError: the first contradiction found, with the keys and what to change.
+    """
+    precision.check(config.precision)
+    for key, choices in CHOICES.items():
+        value = _get(config, key)
+        if value not in choices:
+            raise UserError(f'{key} is "{value}"{nearest(str(value), choices)}; choose one of {", ".join(choices)}')
+    variants.variant(config.model.variant)
+    t = config.training
+    if (t.epochs is None) == (t.steps is None):
+        given = "both" if t.steps is not None else "neither"
+        raise UserError(f"training.epochs and training.steps: {given} given; say how long to train with one of them")
+    for name in ("batch_size", "epochs", "steps", "accumulation_steps", "steps_per_execution", "log_every", "max_skipped"):
+        value = getattr(t, name)
+        if value is not None and value <= 0:
+            raise UserError(f"training.{name} is {value}: give a number above 0")
+    if t.batch_size % t.accumulation_steps:
+        near = sorted({max(t.batch_size // t.accumulation_steps, 1) * t.accumulation_steps,
+                       (t.batch_size // t.accumulation_steps + 1) * t.accumulation_steps})  # fmt: skip
+        raise UserError(
+            f"training.batch_size {t.batch_size} does not divide into accumulation_steps {t.accumulation_steps} equal parts: "
+            f"use {' or '.join(map(str, near))}"
+        )
+    if t.evaluate_ema and t.ema is None:
+        raise UserError("training.evaluate_ema needs an average: set training.ema, for example 0.999")
+    if config.loss_scale.mode == "off" and config.precision == "mixed_float16":
+        raise UserError("loss_scale.mode=off under mixed_float16 loses small gradients: use dynamic, or mixed_bfloat16")
+    if config.data.source in ("folder", "npz") and not config.data.path:
+        raise UserError(f"data.source={config.data.source} needs data.path: where the images are")
+    if t.check_numerics and t.jit:
+        raise UserError("training.check_numerics stops at the operation that fails, which XLA cannot: leave training.jit out")
+    if t.profile is not None and not 0 < t.profile[0] <= t.profile[1]:
+        raise UserError(f"training.profile is {t.profile}: give the first and last step of the window, such as 10,20")
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Returns the config as nested plain values, as YAML and JSON can hold them."""
+    return _plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Config) -> str:
+    """Returns the config as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def all_keys() -> list[str]:
+    """Returns every dotted key."""
+    top = [f.name for f in dataclasses.fields(Config) if f.name not in _SECTIONS]
+    return top + [f"{section}.{f.name}" for section, cls in _SECTIONS.items() for f in dataclasses.fields(cls)]
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Returns "key: old -> new" for every key in which two configs differ."""
+    return [f"{k}: {_get(old, k)} -> {_get(new, k)}" for k in all_keys() if _get(old, k) != _get(new, k)]
+
+
+def _get(config: Config, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(config, section) if section else config, name)
+
+
+def _pairs(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        return list(overrides.items())
+    if isinstance(overrides, str):
+        raise UserError(f'overrides are a list of texts such as ["optimizer.name=lamb"], not the text "{overrides}"')
+    pairs = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f'"{text}" sets nothing: write key=value, such as optimizer.name=lamb')
+        try:
+            pairs.append((key.strip(), yaml.safe_load(value)))
+        except yaml.YAMLError:
+            pairs.append((key.strip(), value))
+    return pairs
+
+
+def _read_yaml(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise UserError(f"config {path} cannot be read ({error.strerror}){nearest(str(path), siblings)}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, Mapping):
+        raise UserError(f"config {path} holds no keys: see experiments/ for examples")
+    return values
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """Returns `value` as the annotated type, or raises UserError."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:  # an exact match first, so that 1 stays an int where both are allowed
+        if option is type(None) and value is None:
+            return None
+        if isinstance(option, type) and type(value) is option:
+            return value
+    for option in options:
+        if option is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            try:
+                return float(value)  # YAML 1.1 reads 1e-3 as text
+            except ValueError:
+                continue
+        if option is int and isinstance(value, (str, float)) and _is_whole(value):
+            return int(float(value))
+        if typing.get_origin(option) is tuple:
+            parts = value.split(",") if isinstance(value, str) else value
+            if not isinstance(parts, (list, tuple)):
+                continue
+            inner = typing.get_args(option)
+            if inner[-1] is Ellipsis:
+                return tuple(_typed(part, inner[0], where) for part in parts)
+            if len(parts) == len(inner):
+                return tuple(_typed(part, kind, where) for part, kind in zip(parts, inner))
+    wanted = " or ".join(_name_of(option) for option in options)
+    raise UserError(f"{where} is {value!r}: it must be {wanted}")
+
+
+def _is_whole(value: str | float) -> bool:
+    try:
+        return float(value) == int(float(value))
+    except (ValueError, OverflowError):
+        return False
+
+
+def _name_of(hint: Any) -> str:
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)
+        return "a list of texts" if inner[-1] is Ellipsis else f"{len(inner)} numbers"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names[hint]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
+
+
+_SECTIONS: dict[str, Any] = {
+    "model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "loss_scale": LossScale,
+    "training": Training,
+}  # fmt: skip
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.source": ("digits", "folder", "npz", "synthetic"),
+    "data.crop": ("resize", "inception"),
+    "optimizer.name": ("adamw", "lamb", "adafactor", "sgd"),
+    "schedule.name": ("reciprocal_sqrt", "cosine", "linear", "constant"),
+    "loss_scale.mode": ("auto", "off", "fixed", "dynamic"),
+    "training.loss": ("softmax", "sigmoid"),
+    "strategy": ("auto", "cpu", "gpu", "mirrored", "tpu"),
+}

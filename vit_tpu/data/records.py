@@ -1,0 +1,188 @@
+"""Loading: from positions to a step's images, uint8 and all of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from vit_tpu.data import augment, formats, keys, preprocess
+from vit_tpu.data.broken import BrokenRecords
+from vit_tpu.data.decode import Decode, decode_image, decode_window
+from vit_tpu.data.source import Source
+
+Tensors = dict[str, tf.Tensor]
+# (encoded file or uint8 image, int64 index, uint64 key) -> uint8 [H, W, C]
+Reader = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+_LONGEST_CHUNK = 8
+
+
+def make_reader(
+    source: Source,
+    size: tuple[int, int],
+    channels: int,
+    decode: Decode,
+    crop: str,
+    crop_area: tuple[float, float],
+) -> Reader:
+    """Returns the function (image of the source, key) -> uint8 [H, W, channels] of `size`.
+
+    crop: "resize" the whole image; "inception": a random window of a share `crop_area`;
+    "central": the smaller side to 8/7 of `size`, then the middle (256 and 224 in big_vision).
+    """
+
+    def decoded(image: tf.Tensor) -> tf.Tensor:
+        if source.encoded:
+            return decode_image(image, channels, decode)
+        return preprocess.to_channels(image, channels)
+
+    def inception(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        seed = keys.op_seed(key, augment.CROP)
+        if source.encoded:
+            return preprocess.resize(
+                decode_window(image, seed, crop_area, channels, decode), size
+            )
+        image = decoded(image)
+        top, left, height, width = tf.unstack(
+            preprocess.crop_window(tf.shape(image), seed, crop_area)
+        )
+        return preprocess.resize(image[top : top + height, left : left + width], size)
+
+    def central(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        smaller = preprocess.resize_small(decoded(image), round(max(size) * 8 / 7))
+        return preprocess.central_crop(smaller, size)
+
+    def whole(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        return preprocess.resize(decoded(image), size)
+
+    chosen = {"inception": inception, "central": central, "resize": whole}[crop]
+
+    def read(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(chosen(image, key), [*size, channels])
+
+    return read
+
+
+def load_from_memory(
+    source: Source,
+    steps: tf.data.Dataset,
+    find: Callable[[tf.Tensor], Tensors],
+    size: tuple[int, int],
+    channels: int,
+) -> tf.data.Dataset:
+    """Returns a dataset of batches, one for each of `steps`, each gathered and resized at once.
+
+    Only for sources with `image_shape`. `find(step)` gives {"index" int64 [b], ...}; what it gives
+    is passed on, with "image" uint8 [b, *size, channels], "label" and "ok" (all True).
+    """
+
+    def load(step: tf.Tensor) -> Tensors:
+        found = find(step)
+        record = source.get(found["index"])
+        image = preprocess.to_channels(preprocess.resize(record["image"], size), channels)
+        return found | {
+            "image": image,
+            "label": record["label"],
+            "ok": tf.ones_like(found["index"], tf.bool),
+        }
+
+    return steps.map(load, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def load_records(
+    source: Source,
+    chunks: tf.data.Dataset,
+    find: Callable[[tf.Tensor], Tensors],
+    read: Reader,
+    chunk: int,
+    chunks_per_step: int,
+    broken: BrokenRecords,
+    shape: tuple[int, int, int],
+) -> tf.data.Dataset:
+    """As `load_from_memory`, reading one record after the other, several chunks at a time.
+
+    TensorFlow has no try: a failed read ends the whole map. A dataset of one element that ignores
+    errors, followed by a substitute, is one, but costs as much as decoding a small image. So a
+    whole chunk is tried first; only when that fails is each of its records tried alone, and the
+    ones that fail are reported and come out black with "ok" False.
+
+    Args:
+      chunks: numbers c; chunk c % chunks_per_step of step c // chunks_per_step.
+      find: c -> {"index" int64 [chunk], "key" uint64 [chunk], ...}.
+      shape: (H, W, C) that `read` gives.
+    """
+
+    def read_one(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        record = source.get(index)
+        label = record["label"]
+        return {"image": read(record["image"], key), "label": label, "ok": tf.constant(True)}
+
+    def report(index: tf.Tensor) -> Tensors:
+        done = tf.numpy_function(lambda i: _report(source, int(i), broken), [index], tf.bool)
+        return {
+            "image": tf.zeros(shape, tf.uint8),
+            "label": tf.gather(source.labels, index),
+            "ok": tf.ensure_shape(done, []),
+        }
+
+    def read_safely(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        one = tf.data.Dataset.from_tensors((index, key))
+        tried = one.map(read_one).ignore_errors()
+        return tried.concatenate(one.map(lambda i, k: report(i))).take(1).get_single_element()
+
+    def read_chunk(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        records = tf.data.Dataset.from_tensor_slices((index, key))
+        return records.map(read_one).batch(chunk, drop_remainder=True).get_single_element()
+
+    def load(number: tf.Tensor) -> Tensors:
+        found = find(number)
+        one = tf.data.Dataset.from_tensors((found["index"], found["key"]))
+        tried = one.map(read_chunk).ignore_errors()
+        each = one.unbatch().map(read_safely).batch(chunk, drop_remainder=True)
+        return found | tried.concatenate(each).take(1).get_single_element()
+
+    def join(parts: Tensors) -> Tensors:
+        return {
+            name: tf.reshape(part, [chunks_per_step * chunk, *part.shape[2:]])
+            for name, part in parts.items()
+        }
+
+    loaded = chunks.map(load, num_parallel_calls=tf.data.AUTOTUNE)
+    return loaded.batch(chunks_per_step, drop_remainder=True).map(join)
+
+
+def chunk_size(count: int) -> int:
+    """Returns the largest divisor of `count` up to 8: how many records are tried together."""
+    return max(size for size in range(1, _LONGEST_CHUNK + 1) if count % size == 0)
+
+
+def replace_broken(batch: Tensors) -> Tensors:
+    """Gives the place of each record that is not "ok" to the next one that is, within the batch."""
+
+    def fill() -> tuple[tf.Tensor, tf.Tensor]:
+        count = tf.shape(batch["ok"])[0]
+        onwards = (tf.range(count)[:, None] + tf.range(count)[None]) % count
+        ahead = tf.argmax(tf.cast(tf.gather(batch["ok"], onwards), tf.int32), axis=1)
+        chosen = (tf.range(count, dtype=tf.int64) + ahead) % tf.cast(count, tf.int64)
+        some = tf.debugging.Assert(
+            tf.reduce_any(batch["ok"]), ["no record of the batch could be read"]
+        )
+        with tf.control_dependencies([some]):
+            return tf.gather(batch["image"], chosen), tf.gather(batch["label"], chosen)
+
+    image, label = tf.cond(
+        tf.reduce_all(batch["ok"]), lambda: (batch["image"], batch["label"]), fill
+    )
+    image = tf.ensure_shape(image, batch["image"].shape)
+    return batch | {"image": image, "label": tf.ensure_shape(label, batch["label"].shape)}
+
+
+def _report(source: Source, index: int, broken: BrokenRecords) -> np.bool_:
+    try:
+        image = source.get(tf.constant(index, tf.int64))["image"].numpy()
+        reason = formats.explain(image, Decode().max_pixels)
+    except (tf.errors.OpError, AttributeError) as error:
+        reason = f"it cannot be read ({str(error).splitlines()[0]})"
+    broken.add(source.name_of(index), reason)
+    return np.bool_(False)

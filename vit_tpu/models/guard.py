@@ -1,0 +1,123 @@
+"""Counters of what the step did, and the callback that stops a run gone wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+import tf_keras as keras
+
+from vit_tpu.errors import UserError
+
+
+class NonFiniteError(FloatingPointError):
+    """The loss, or every gradient for a long time, was not finite; the weights are those before it began."""
+
+
+class Counters(tf.Module):
+    """Steps taken, updates skipped, and the first bad step, as int64 variables that the compiled step updates.
+
+    Attributes:
+      steps: training steps taken, applied or not.
+      skipped: steps whose gradient was not finite.
+      in_a_row: how many of the last steps were skipped without an applied one between.
+      bad_step: 1-based number of the first step whose loss was not finite, or 0. While it is set nothing is updated.
+      bad_gradient: index of the first parameter whose gradient was not finite in the last skipped step, or -1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="counters")
+        self.steps = _counter("steps")
+        self.skipped = _counter("skipped")
+        self.in_a_row = _counter("in_a_row")
+        self.bad_step = _counter("bad_step")
+        self.bad_gradient = _counter("bad_gradient", -1)
+
+    def latched(self) -> tf.Tensor:
+        return self.bad_step.read_value() > 0
+
+    def update(self, loss: tf.Tensor, ok: tf.Tensor, squares: tf.Tensor) -> None:
+        """Counts one step.
+
+        Args:
+          loss: float32 scalar, the global mean loss.
+          ok: whether the update was applied.
+          squares: float32 [V], the squared norm of each parameter's gradient (not finite if the gradient is not).
+        """
+        latched = self.latched()
+        step = self.steps.read_value() + 1
+        bad = tf.logical_and(tf.logical_not(tf.math.is_finite(loss)), tf.logical_not(latched))
+        skipped = tf.logical_and(tf.logical_not(ok), tf.logical_not(latched))
+        broken = tf.logical_not(tf.math.is_finite(squares))
+        first = tf.where(tf.reduce_any(broken), tf.argmax(tf.cast(broken, tf.int32)), tf.constant(-1, tf.int64))
+        self.bad_step.assign(tf.where(bad, step, self.bad_step.read_value()))
+        self.bad_gradient.assign(tf.where(skipped, first, self.bad_gradient.read_value()))
+        self.skipped.assign_add(tf.cast(skipped, tf.int64))
+        self.in_a_row.assign(tf.where(ok, tf.zeros([], tf.int64), self.in_a_row.read_value() + tf.cast(skipped, tf.int64)))
+        self.steps.assign(step)
+
+    def values(self) -> dict[str, int]:
+        return {
+            name: int(getattr(self, name).numpy()) for name in ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
+        }
+
+
+def _counter(name: str, start: int = 0) -> tf.Variable:
+    return tf.Variable(
+        start, dtype=tf.int64, trainable=False, name=name, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+    )
+
+
+class StepGuard(keras.callbacks.Callback):
+    """Raises NonFiniteError when the step has latched on a non-finite loss or skipped too many steps in a row.
+
+    Args:
+      every: executions between two looks; a look waits for the device. Nothing is lost by looking late, since the latched
+        step changes no weight.
+    """
+
+    def __init__(self, every: int = 20):
+        super().__init__()
+        self._supports_tf_logs = True
+        self.every, self.executions = every, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.executions += 1
+        if self.executions % self.every == 0:
+            check(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        check(self.model)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        check(self.model)
+
+
+def check(model: Any) -> None:
+    """Raises NonFiniteError if the model's counters say that training has gone wrong."""
+    values = model.counters.values()
+    if values["bad_step"]:
+        raise NonFiniteError(
+            f"the loss of step {values['bad_step']} is not finite; the weights are those after step "
+            f"{values['bad_step'] - 1}. Look at that step's batch, lower the learning rate or lengthen the warm-up"
+        )
+    limit = model.compiled["max_skipped"]
+    if values["in_a_row"] >= limit:
+        index = values["bad_gradient"]
+        where = model.trained[index].path if 0 <= index < len(model.trained) else "unknown"
+        scale = getattr(model.optimizer, "loss_scale", None)
+        at = f" at loss scale {float(scale):g}" if scale is not None else ""
+        raise NonFiniteError(
+            f"{values['in_a_row']} steps in a row{at} had a gradient that is not finite, first in {where}; no weight has "
+            "changed since. Lower the learning rate, or train in mixed_bfloat16, whose range is float32's"
+        )
+
+
+def refuse_useless(callbacks: list[Any]) -> None:
+    """Raises UserError for Keras callbacks that would silently do nothing, or for callbacks of Keras 3."""
+    for callback in callbacks:
+        name, package = type(callback).__name__, type(callback).__module__.split(".")[0]
+        if package == "keras":
+            raise UserError(f"callback {name} belongs to the package keras (Keras 3); pass its tf_keras counterpart")
+        if isinstance(callback, keras.callbacks.ReduceLROnPlateau | keras.callbacks.LearningRateScheduler):
+            raise UserError(f"{name} has no effect on a scheduled learning rate: give the optimizer a schedule of vit_tpu.optim")
