@@ -125,7 +125,7 @@ class Training:
     steps_per_execution: int | None = None  # None: chosen from the number of steps
     jit: bool | None = None  # None: chosen for the device
     log_every: int | None = None  # steps; None: about a hundred lines a run
-    evaluate_every: Duration = "1 epochs"
+    evaluate_every: Duration | None = None  # None: every epoch, or so that about twenty fit into the run
     checkpoint_every: Duration | None = None  # None: at the end and when interrupted
     max_skipped: int = 50
     seed: int = 0

@@ -58,8 +58,7 @@ class ParamLayer(keras.layers.Layer):
             specs.update({f"{name}/{path}": spec for path, spec in child.specs().items()})
         return specs
 
-    def forward(self, params: Params, x: tf.Tensor, **kwargs: Any) -> tf.Tensor:
-        raise NotImplementedError
+    forward: Callable[..., tf.Tensor]  # forward(params, x, ...): the arithmetic, pure in its weights
 
     def create_weights(self, prefix: str = "", stack: int | None = None) -> None:
         """Creates the variables once, named `prefix/path`; with `stack`, each gets a leading axis of that length."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+# A seed must drop the same units with and without XLA and on every device, so that a step can be
+# replayed elsewhere: the algorithm is named, and its bits are compared as they come, because
+# TensorFlow's and XLA's conversions of the same bits to floats in [0, 1) differ.
+ALGORITHM = "philox"
+
 
 def fold(seed: tf.Tensor, *numbers: int | tf.Tensor) -> tf.Tensor:
     """Returns a new stateless seed (int32 [2]) from `seed` and the numbers that tell this use from every other."""
     for number in numbers:
-        seed = tf.random.experimental.stateless_fold_in(seed, number)
+        seed = tf.random.experimental.stateless_fold_in(seed, number, alg=ALGORITHM)
     return seed
 
 
@@ -41,6 +46,9 @@ def drop_path(x: tf.Tensor, rate: float | tf.Tensor, seed: tf.Tensor | None) -> 
 
 
 def _keep(x: tf.Tensor, shape, rate: float | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    keep = tf.random.stateless_uniform(shape, seed, dtype=tf.float32) >= rate
+    bits = tf.random.stateless_uniform(
+        shape, seed, minval=None, maxval=None, dtype=tf.int32, alg=ALGORITHM
+    )
+    keep = tf.cast(bits, tf.float32) >= (rate - 0.5) * 2.0**32
     scale = tf.where(keep, 1.0 / (1.0 - rate), 0.0)
     return x * tf.cast(scale, x.dtype)

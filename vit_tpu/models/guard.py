@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -111,6 +113,21 @@ def check(model: Any) -> None:
             f"{values['in_a_row']} steps in a row{at} had a gradient that is not finite, first in {where}; no weight has "
             "changed since. Lower the learning rate, or train in mixed_bfloat16, whose range is float32's"
         )
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raises a UserError of code that Keras or AutoGraph called as it was written: they would change its type or add lines."""
+    try:
+        yield
+    except Exception as error:
+        found, inner = None, error
+        while inner is not None:
+            found = inner if isinstance(inner, UserError) else found
+            inner = inner.__cause__ or inner.__context__
+        if found is None or found is error:
+            raise
+        raise UserError(*found.args) from None
 
 
 def refuse_useless(callbacks: list[Any]) -> None:

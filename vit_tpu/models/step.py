@@ -8,6 +8,7 @@ optimizer state and no schedule. After a non-finite loss no later step changes a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from vit_tpu import losses, metrics
 from vit_tpu.errors import UserError
 from vit_tpu.layers import drop
 from vit_tpu.models import guard
-from vit_tpu.optim import build, decay
+from vit_tpu.optim import decay
 from vit_tpu.optim.base import GroupedOptimizer
+from vit_tpu.optim.build import build
 from vit_tpu.optim.ema import Ema
 from vit_tpu.optim.loss_scale import LossScale
 
@@ -61,7 +63,7 @@ class StepModel(keras.Model):
           UserError: what cannot work together; says what would.
         """
         _check_positive(accumulation_steps=accumulation_steps, steps_per_execution=steps_per_execution, max_skipped=max_skipped)
-        self.compiled = {
+        self.compiled: dict[str, Any] = {
             "grad_clip_norm": grad_clip_norm, "accumulation_steps": accumulation_steps, "ema": ema, "seed": seed,
             "steps_per_execution": steps_per_execution, "jit_compile": jit_compile, "freeze": list(freeze),
             "layer_decay": layer_decay, "max_skipped": max_skipped, "run_eagerly": run_eagerly,
@@ -78,7 +80,7 @@ class StepModel(keras.Model):
         self.jit = choose_jit(jit_compile, self.distribute_strategy)
         replicas = self.distribute_strategy.num_replicas_in_sync
         super().compile(
-            optimizer=optimizer, loss=losses.get(loss),
+            optimizer=optimizer, loss=losses.get(loss), weighted_metrics=[],
             steps_per_execution=steps_per_execution, run_eagerly=run_eagerly,
             jit_compile=self.jit and replicas == 1 and not run_eagerly,
         )  # fmt: skip
@@ -109,7 +111,22 @@ class StepModel(keras.Model):
         guard.refuse_useless(callbacks)
         if not any(isinstance(callback, guard.StepGuard) for callback in callbacks):
             callbacks.append(guard.StepGuard())
-        return super().fit(*args, callbacks=callbacks, **kwargs)
+        with guard.plain_errors():
+            return super().fit(*args, callbacks=callbacks, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras' `evaluate`; "count" is the number of examples that were not padding."""
+        with guard.plain_errors():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Keras' `predict`: float32 logits of every image."""
+        with guard.plain_errors():
+            return super().predict(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with guard.plain_errors():
+            return super().__call__(*args, **kwargs)
 
     @property
     def metrics(self) -> list[keras.metrics.Metric]:
@@ -190,7 +207,7 @@ class StepModel(keras.Model):
         variables = [p.variable for p in self.trained]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
-            logits = self(images, training=True, seed=seed)
+            logits = self.call(images, training=True, seed=seed)
             each = self.loss.call(labels, logits)
             # Padding (weight 0) must not spread a NaN of its own.
             total = tf.reduce_sum(tf.where(weights > 0, each * weights, 0.0))
@@ -211,6 +228,11 @@ class StepModel(keras.Model):
             metric.update_state(labels, logits, weights)
         return {metric.name: metric.result() for metric in self.metrics}
 
+    @functools.cached_property
+    def logits(self) -> Any:
+        """A compiled function of images [B, H, W, C] giving logits, for loops of one's own; traced once a shape."""
+        return tf.function(functools.partial(self, training=False), reduce_retracing=True, autograph=False)
+
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Inside the `with` block the model holds the moving average; afterwards exactly the trained weights again."""
@@ -218,6 +240,10 @@ class StepModel(keras.Model):
             raise UserError("this model keeps no average: compile(ema=0.9999) makes one")
         with self.averages.averaged([p.variable for p in self.trained]):
             yield
+
+    def compilations(self) -> int:
+        """Returns how often the training step was traced, and so compiled; one is right."""
+        return 0 if self.train_tf_function is None else self.train_tf_function.experimental_get_tracing_count()
 
     def get_compile_config(self) -> dict[str, Any]:
         return {}
@@ -237,7 +263,7 @@ def choose_jit(jit_compile: bool | None, strategy: tf.distribute.Strategy) -> bo
 
 def _accept_optimizer(optimizer: Any, policy: str) -> Any:
     if isinstance(optimizer, str):
-        optimizer = build.build(optimizer)
+        optimizer = build(optimizer, 1e-3)
     if not isinstance(optimizer, GroupedOptimizer | LossScale):
         package = type(optimizer).__module__.split(".")[0]
         whose = " of Keras 3" if package == "keras" else ""

@@ -106,7 +106,7 @@ class ViT(StepModel):
     ):  # fmt: skip
         super().__init__(name=name or "vit")
         shape = override(variants.variant(variant), overrides)
-        size = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+        size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
         _check_choice("pool", pool, POOLS)
         _check_choice("remat", remat, REMATS)
         for rate_name, rate in (("dropout", dropout), ("drop_path", drop_path)):

@@ -1,0 +1,27 @@
+# `make train` and `make test` set everything up by themselves; PYTHON chooses the interpreter (3.10 to 3.12).
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test lint clean
+
+train: $(STAMP)  ## trains the embedded digits: about a minute on two CPU cores
+	$(BIN)/python -m vit_tpu.train
+
+test: $(STAMP) lint  ## runs every test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check vit_tpu tests benchmarks
+	$(BIN)/mypy
+
+$(STAMP): setup.cfg setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip check
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

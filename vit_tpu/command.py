@@ -1,0 +1,66 @@
+"""What every command shares: flags of its own, help with examples, one line for an error, the exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vit_tpu.errors import UserError, nearest
+
+
+def execute(define: Callable[[Any, Any], None], run: Callable[[Any], int], doc: str | None, arguments: list[str] | None) -> int:
+    """Parses flags into a FlagValues of its own, runs the command and returns its exit code.
+
+    The flags belong to this call, not to absl's global registry: commands can be imported, reloaded and called from a
+    notebook or a test.
+
+    Args:
+      define: gets absl's flags module and the FlagValues to define on.
+      run: gets the parsed values; returns the exit code.
+      doc: shown by --help above the flags.
+      arguments: the command line without the program; sys.argv's if None.
+
+    Returns:
+      What `run` returned, or 2 for wrong use and 1 for a failed run, with one line on standard error.
+    """
+    from absl import flags
+
+    values = flags.FlagValues()
+    define(flags, values)
+    flags.DEFINE_boolean("help", False, "show this help", short_name="h", flag_values=values)
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        rest = values(["vit_tpu", *given])[1:]
+    except flags.UnrecognizedFlagError as error:
+        return _wrong(f"unknown flag --{error.flagname}{nearest(error.flagname, list(values))}; --help lists them")
+    except flags.Error as error:
+        return _wrong(" ".join(str(error).split()))
+    if values.help:
+        print((doc or "").strip() + "\n\nFlags:\n" + _describe(values))
+        return 0
+    if rest:
+        return _wrong(f'"{rest[0]}" is not a flag: write --name=value (--help lists them)')
+    try:
+        return run(values)
+    except UserError as error:
+        return _wrong(str(error))
+    except FloatingPointError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+
+
+def _wrong(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _describe(values: Any) -> str:
+    lines = []
+    for name in sorted(values):
+        flag = values[name]
+        if name != flag.name:
+            continue
+        shown = f"--[no]{name}" if flag.boolean else f"--{name}"
+        lines.append(f"  {shown:<24} {' '.join((flag.help or '').split())}")
+    return "\n".join(lines)
