@@ -10,27 +10,26 @@ MAKERS = {
     "LAMB": lambda **kw: LAMB(**{"learning_rate": 0.01, "weight_decay": 0.1, **kw}),
     "Adafactor": lambda **kw: Adafactor(**{"learning_rate": 0.01, "weight_decay": 0.1, **kw}),
     "AdamW": lambda **kw: AdamW(**{"learning_rate": 0.01, "weight_decay": 0.1, **kw}),
-    "SGD": lambda **kw: SGD(
-        **{"learning_rate": 0.01, "weight_decay": 0.1, "momentum": 0.9, **kw}
-    ),
+    "SGD": lambda **kw: SGD(**{"learning_rate": 0.01, "weight_decay": 0.1, "momentum": 0.9, **kw}),
 }
-SHAPES = {"stem/kernel": (33, 40), "attention/kernel": (40, 2, 32), "head/kernel": (40, 5), "bias": (5,)}
+SHAPES = {
+    "stem/kernel": (33, 40),
+    "attention/kernel": (40, 2, 32),
+    "head/kernel": (40, 5),
+    "bias": (5,),
+}
 
 
 def make_variables(shapes=None, seed=1):
     rng = np.random.default_rng(seed)
     return [
-        tf.Variable(rng.normal(size=shape).astype("float32"), name=name)
-        for name, shape in (shapes or SHAPES).items()
+        tf.Variable(rng.normal(size=shape).astype("float32"), name=name) for name, shape in (shapes or SHAPES).items()
     ]
 
 
 def make_gradients(steps, shapes=None, seed=2):
     rng = np.random.default_rng(seed)
-    return [
-        [rng.normal(size=shape).astype("float32") for shape in (shapes or SHAPES).values()]
-        for _ in range(steps)
-    ]
+    return [[rng.normal(size=shape).astype("float32") for shape in (shapes or SHAPES).values()] for _ in range(steps)]
 
 
 def run(optimizer, variables, gradients, mode="eager", strategy=None, oks=None):
@@ -82,8 +81,7 @@ def list_parameters(depth=2, width=40, heads=2, classes=5, stacked=False, seed=3
         "attention/query/bias": ((heads, 32), "bias"),
         "scale1": ((width,), "scale"),
     }
-    values = [{k: rng.normal(size=s).astype("float32") for k, (s, _) in block.items()}
-              for _ in range(depth)]
+    values = [{k: rng.normal(size=s).astype("float32") for k, (s, _) in block.items()} for _ in range(depth)]
     if stacked:
         for key, (shape, kind) in block.items():
             add(f"blocks/{key}", (depth, *shape), kind, at=1, stack=True)

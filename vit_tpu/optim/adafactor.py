@@ -132,9 +132,7 @@ class Adafactor(GroupedOptimizer):
             self._write("momentum", rule, update, scalars)
         return update
 
-    def _precondition(
-        self, rule: rules.Rule, grad: tf.Tensor, scalars: dict[str, tf.Tensor]
-    ) -> tf.Tensor:
+    def _precondition(self, rule: rules.Rule, grad: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         squares = tf.square(grad) + _EPSILON
         axes = self._axes(rule)
         if axes is None:
@@ -147,13 +145,9 @@ class Adafactor(GroupedOptimizer):
         # The second largest axis, in `row`, from which the largest is gone.
         axis = second - 1 if second > largest else second
         row_factor = tf.math.rsqrt(row / tf.reduce_mean(row, axis, keepdims=True))
-        return (
-            grad * tf.expand_dims(row_factor, largest) * tf.expand_dims(tf.math.rsqrt(col), second)
-        )
+        return grad * tf.expand_dims(row_factor, largest) * tf.expand_dims(tf.math.rsqrt(col), second)
 
-    def _averaged(
-        self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]
-    ) -> tf.Tensor:
+    def _averaged(self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         beta2 = scalars["beta_2"]
         average = beta2 * self._read(slot, rule) + (1.0 - beta2) * new
         self._write(slot, rule, average, scalars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,17 @@ def refuse(owner: str, arguments: dict[str, Any], known: Iterable[str]) -> None:
             raise UserError(f'{owner} has no argument "{key}"{nearest(key, known)}.')
 
 
+def check_number(**values: Any) -> None:
+    """Raises UserError for what is neither a number nor (by the caller's check) a schedule."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise UserError(
+                f"{name} is of {kind}: give a number or a tf_keras LearningRateSchedule such as "
+                "vit_tpu.optim.schedules.Cosine (schedules of Keras 3, package keras, do not fit)."
+            )
+
+
 def check_not_negative(**values: float | None) -> None:
     """Raises UserError for a negative or non-finite number; None passes."""
     for name, value in values.items():
@@ -55,9 +67,7 @@ def check_above_zero(**values: float | None) -> None:
 def patterns_list(patterns: Any, name: str) -> list[str] | None:
     """Returns patterns as a list (None stays None); a bare string is a UserError."""
     if isinstance(patterns, str):
-        raise UserError(
-            f'{name} is the text "{patterns}": give a list of patterns, [{patterns!r}].'
-        )
+        raise UserError(f'{name} is the text "{patterns}": give a list of patterns, [{patterns!r}].')
     return None if patterns is None else list(patterns)
 
 

@@ -23,13 +23,14 @@ from tf_keras.src.optimizers import utils as optimizer_utils
 
 from vit_tpu.errors import UserError
 from vit_tpu.optim import arguments, rules
-from vit_tpu.optim.decay import Group
+from vit_tpu.optim.gradients import dense_float32
+from vit_tpu.optim.slots import SlottedOptimizer
 
 MOMENTUM_DTYPES = ("float32", "bfloat16")
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 
 
-class GroupedOptimizer(keras.optimizers.Optimizer):
+class GroupedOptimizer(SlottedOptimizer):
     """Base of the optimizers: subclasses give `_slot_specs`, `_scalars` and `_direction`.
 
     Args:
@@ -62,156 +63,29 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         **kwargs: Any,
     ) -> None:
         arguments.refuse(type(self).__name__, kwargs, _argument_names(type(self)))
-        if isinstance(learning_rate, (int, float)):
+        if not isinstance(learning_rate, (Schedule, tf.Variable, tf.Tensor)):
+            arguments.check_number(learning_rate=learning_rate)
             arguments.check_not_negative(learning_rate=learning_rate)
         arguments.check_not_negative(weight_decay=weight_decay, head_weight_decay=head_weight_decay)
         arguments.check_above_zero(global_clipnorm=global_clipnorm)
-        dtype = tf.as_dtype(momentum_dtype).name
+        dtype = getattr(momentum_dtype, "name", momentum_dtype)
         if dtype not in MOMENTUM_DTYPES:
             raise UserError(f'momentum_dtype is "{dtype}": give "float32" or "bfloat16".')
+        listed = arguments.patterns_list
         super().__init__(
-            name,
+            {
+                "weight_decay": listed(exclude_from_weight_decay, "exclude_from_weight_decay"),
+                "layer_adaptation": listed(exclude_from_layer_adaptation, "exclude_from_layer_adaptation"),
+            },
+            [rules.Rule.from_dict(rule) for rule in groups or ()],
+            name=name,
             weight_decay=float(weight_decay or 0.0),
             global_clipnorm=global_clipnorm,
             jit_compile=False,  # `Model.compile(jit_compile=True)` compiles the whole step
         )
         self.head_weight_decay = head_weight_decay
         self.momentum_dtype = dtype
-        listed = arguments.patterns_list
-        self._exclusions = self._no_dependency(
-            {
-                "weight_decay": listed(exclude_from_weight_decay, "exclude_from_weight_decay"),
-                "layer_adaptation": listed(
-                    exclude_from_layer_adaptation, "exclude_from_layer_adaptation"
-                ),
-            }
-        )
-        saved = [rules.Rule.from_dict(rule) for rule in groups or ()]
-        self._saved_rules = self._no_dependency(saved)
-        self._rules = self._no_dependency({})  # variable key -> Rule
-        self._slots: dict[str, dict[str, tf.Variable]] = {}
         self._learning_rate = self._build_learning_rate(learning_rate)
-
-    # Groups.
-
-    def assign_groups(self, groups: Sequence[Group], keep_saved: bool = True) -> None:
-        """Tells the optimizer which variable is updated how.
-
-        Args:
-          groups: from `decay.resolve(model.parameters(), ...)`.
-          keep_saved: settings that came with `from_config` win over the groups' for the same path,
-            so that a reloaded optimizer updates as the saved one did. Pass False when the user asks
-            for other settings (freezing, layer decay).
-
-        Raises:
-          UserError: for an exclusion that matches nothing, or when slots exist already and the new
-            groups would need others.
-        """
-        found = rules.from_groups(groups, self._exclusions)
-        if keep_saved:
-            saved = {rule.path: rule for rule in self._saved_rules}
-            found = [(rules.same_path(rule, saved), variable) for rule, variable in found]
-        assigned = {self._var_key(variable): rule for rule, variable in found}
-        if getattr(self, "_built", False):
-            self._check_same_slots(assigned)
-        self._rules = self._no_dependency(assigned)
-
-    def _check_same_slots(self, assigned: dict[str, rules.Rule]) -> None:
-        for key, old in self._rules.items():
-            new = assigned.get(key)
-            if new is None or (new.frozen, new.stacked) != (old.frozen, old.stacked):
-                raise UserError(
-                    f"{self.name} already holds slots for other groups (see {old.path}): "
-                    "make a new optimizer to change what is frozen or to train another model."
-                )
-
-    def rule(self, variable: tf.Variable) -> rules.Rule:
-        """Returns how a variable is updated: path, decay class, trust ratio, rate scale."""
-        try:
-            return self._rules[self._var_key(variable)]
-        except KeyError:
-            raise UserError(
-                f"{self.name} does not know the variable {variable.name}: build it with every "
-                "trainable variable, or assign_groups with all parameters, before training."
-            ) from None
-
-    def _decay_of(self, rule: rules.Rule) -> float:
-        head = self.weight_decay if self.head_weight_decay is None else self.head_weight_decay
-        return float({"none": 0.0, "body": self.weight_decay, "head": head}[rule.decay])
-
-    # Slots.
-
-    def build(self, var_list: Sequence[tf.Variable]) -> None:
-        """Creates the slots ("<slot>/<path>") of every variable that is not frozen."""
-        if getattr(self, "_built", False):
-            return
-        variables = list(var_list)
-        for variable in variables:
-            dtype = tf.as_dtype(getattr(variable, "true_dtype", variable.dtype))
-            if dtype != tf.float32:
-                raise TypeError(
-                    f"{self.name} cannot update {variable.name} of dtype {dtype.name}: keep "
-                    "variables in float32 and compute in low precision with a mixed policy, "
-                    'for example vit_tpu.precision("mixed_bfloat16").'
-                )
-        if not self._rules:
-            found = rules.from_variables(variables, self._saved_rules, self._exclusions)
-            keys = [self._var_key(variable) for variable in variables]
-            self._rules = self._no_dependency(dict(zip(keys, found)))
-        super().build(variables)
-        slots: dict[str, dict[str, tf.Variable]] = {}
-        with tf.init_scope():
-            for variable in variables:
-                rule = self.rule(variable)
-                if rule.frozen:
-                    continue
-                for slot, (shape, dtype) in self._slot_specs(rule).items():
-                    made = self._add_slot(variable, f"{slot}/{rule.path}", shape, dtype)
-                    slots.setdefault(slot, {})[rule.path] = made
-        self._slots = slots
-        self._built = True
-
-    def _add_slot(
-        self, variable: tf.Variable, name: str, shape: Sequence[int], dtype: str
-    ) -> tf.Variable:
-        strategy = tf.distribute.get_strategy()
-        with strategy.extended.colocate_vars_with(variable):
-            # A callable, so that no zeros of the model's size outlive the creation.
-            slot = tf.Variable(
-                lambda: tf.zeros(shape, dtype), name=name, dtype=dtype, trainable=False
-            )
-        self._variables.append(slot)
-        return slot
-
-    def _slot_specs(self, rule: rules.Rule) -> dict[str, tuple[Sequence[int], str]]:
-        """Returns slot name -> (shape, dtype) for one variable."""
-        raise NotImplementedError
-
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict:
-        # Slots are saved under their paths (self._slots). Keras' flat list would tie a checkpoint
-        # to the order of variables, and its cache would miss slots made after a first save.
-        children = tf.__internal__.tracking.AutoTrackable._trackable_children(
-            self, save_type, **kwargs
-        )
-        return {key: child for key, child in children.items() if key != "_variables"}
-
-    def save_own_variables(self, store: Any) -> None:
-        """Puts the state into a Keras store, which has no bfloat16, as float32 (exact)."""
-        for index, variable in enumerate(self.variables):
-            low = variable.dtype == tf.bfloat16
-            store[str(index)] = (tf.cast(variable, tf.float32) if low else variable).numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Takes the state from a Keras store; see `save_own_variables`."""
-        if len(store.keys()) != len(self.variables):
-            raise UserError(
-                f"The saved {self.name} has {len(store.keys())} variables, this one "
-                f"{len(self.variables)}: build it for the same model and options first."
-            )
-        for index, variable in enumerate(self.variables):
-            variable.assign(tf.cast(store[str(index)][()], variable.dtype))
-
-    # The update.
 
     def apply_gradients(
         self,
@@ -249,8 +123,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
                 self.build([variable for _, variable in pairs])
             pairs = [(grad, variable) for grad, variable in pairs if not self.rule(variable).frozen]
             pairs = [
-                (_dense_float32(grad), variable)
-                for grad, variable in optimizer_utils.filter_empty_gradients(pairs)
+                (dense_float32(grad), variable) for grad, variable in optimizer_utils.filter_empty_gradients(pairs)
             ]
             if aggregate and not skip_gradients_aggregation:
                 pairs = self.aggregate_gradients(pairs)
@@ -260,9 +133,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             if ok is not None:
                 scalars["ok"] = tf.cast(ok, tf.bool)
             tf.__internal__.distribute.interim.maybe_merge_call(
-                lambda strategy, grads, scalars: self._update_all(
-                    strategy, variables, grads, scalars
-                ),
+                lambda strategy, grads, scalars: self._update_all(strategy, variables, grads, scalars),
                 tf.distribute.get_strategy(),
                 list(grads),
                 scalars,
@@ -284,9 +155,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
             rule = self.rule(variable)
             strategy.extended.update(
                 variable,
-                lambda target, grad, scalars, rule=rule: self._update_one(
-                    target, grad, scalars, rule
-                ),
+                lambda target, grad, scalars, rule=rule: self._update_one(target, grad, scalars, rule),
                 args=(grad, scalars),
                 group=False,
             )
@@ -313,9 +182,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
                 new = variable.constraint(new)
             variable.assign(masked(new, value, scalars))
 
-    def _change(
-        self, rule: rules.Rule, value: tf.Tensor, grad: tf.Tensor, scalars: dict[str, tf.Tensor]
-    ) -> tf.Tensor:
+    def _change(self, rule: rules.Rule, value: tf.Tensor, grad: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns what is multiplied by the learning rate: direction plus decoupled decay."""
         direction = self._direction(rule, value, grad, scalars)
         decay = self._decay_of(rule)
@@ -327,12 +194,14 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         """Returns the float32 update direction and stores the slots (masked)."""
         raise NotImplementedError
 
+    def _decay_of(self, rule: rules.Rule) -> float:
+        head = self.weight_decay if self.head_weight_decay is None else self.head_weight_decay
+        return float({"none": 0.0, "body": self.weight_decay, "head": head}[rule.decay])
+
     def _read(self, slot: str, rule: rules.Rule) -> tf.Tensor:
         return tf.cast(self._slots[slot][rule.path], tf.float32)
 
-    def _write(
-        self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]
-    ) -> None:
+    def _write(self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]) -> None:
         variable = self._slots[slot][rule.path]
         stored = tf.cast(new, variable.dtype)
         variable.assign(masked(stored, variable, scalars))
@@ -343,9 +212,7 @@ class GroupedOptimizer(keras.optimizers.Optimizer):
         if isinstance(learning_rate, Schedule):
             return learning_rate
         with tf.init_scope():
-            return tf.Variable(
-                learning_rate, name="learning_rate", dtype=tf.float32, trainable=False
-            )
+            return tf.Variable(learning_rate, name="learning_rate", dtype=tf.float32, trainable=False)
 
     @property
     def learning_rate(self) -> Any:
@@ -410,10 +277,6 @@ def bias_correction(beta: float, step: tf.Tensor) -> tf.Tensor:
     if beta == 0:
         return tf.constant(1.0)
     return -tf.math.expm1(tf.cast(step, tf.float32) * math.log(beta))
-
-
-def _dense_float32(grad: Any) -> tf.Tensor:
-    return tf.cast(tf.convert_to_tensor(grad), tf.float32)
 
 
 def _plain(value: Any) -> Any:

@@ -98,8 +98,7 @@ def _kind(name: str) -> type[GroupedOptimizer]:
     kind = OPTIMIZERS.get(str(name).lower())
     if kind is None:
         raise UserError(
-            f'Unknown optimizer "{name}"{nearest(str(name), OPTIMIZERS)}; '
-            f"there are {', '.join(OPTIMIZERS)}."
+            f'Unknown optimizer "{name}"{nearest(str(name), OPTIMIZERS)}; there are {", ".join(OPTIMIZERS)}.'
         )
     return kind
 

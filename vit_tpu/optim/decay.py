@@ -195,9 +195,7 @@ def _frozen_paths(parameters: Sequence[Parameter], freeze: Iterable[str]) -> set
     return chosen
 
 
-def _lr_scale(
-    parameter: Parameter, layer_decay: float | None, top: int
-) -> float | tuple[float, ...]:
+def _lr_scale(parameter: Parameter, layer_decay: float | None, top: int) -> float | tuple[float, ...]:
     if layer_decay is None or layer_decay == 1:
         return 1.0
     if parameter.stacked:

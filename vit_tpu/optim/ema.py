@@ -35,9 +35,7 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
       UserError: for a decay outside [0, 1) or a negative start.
     """
 
-    def __init__(
-        self, decay: float | None = 0.9999, warmup: bool = True, start_step: int = 0
-    ) -> None:
+    def __init__(self, decay: float | None = 0.9999, warmup: bool = True, start_step: int = 0) -> None:
         if decay is not None and not 0 <= decay < 1:
             raise UserError(f"EMA decay is {decay}: give a number in [0, 1), or None for the mean.")
         if start_step < 0:
@@ -80,9 +78,7 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
         scalars = {"rate": self._rate(count)}
         if ok is not None:
             scalars["ok"] = tf.cast(ok, tf.bool)
-        tf.__internal__.distribute.interim.maybe_merge_call(
-            self._update_all, tf.distribute.get_strategy(), scalars
-        )
+        tf.__internal__.distribute.interim.maybe_merge_call(self._update_all, tf.distribute.get_strategy(), scalars)
 
     def _rate(self, count: tf.Tensor) -> tf.Tensor:
         """Returns 1 - d_t, float32, so that nothing is lost by rounding d_t near 1."""
@@ -120,8 +116,7 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
         weights = list(self._weights if variables is None else variables)
         if not self.averages or len(weights) != len(self.averages):
             raise UserError(
-                f"Ema averages {len(self.averages)} variables, but {len(weights)} were given: "
-                "pass those of build()."
+                f"Ema averages {len(self.averages)} variables, but {len(weights)} were given: pass those of build()."
             )
         if self._swapped:
             raise UserError("The averages are in use already: leave the first averaged() block.")

@@ -108,9 +108,7 @@ class LAMB(Adam):
         # Not tracked: a diagnosis, not state, so checkpoints do not depend on asking for it.
         self._ratios = self._no_dependency(ratios)
 
-    def _change(
-        self, rule: rules.Rule, value: tf.Tensor, grad: tf.Tensor, scalars: dict[str, tf.Tensor]
-    ) -> tf.Tensor:
+    def _change(self, rule: rules.Rule, value: tf.Tensor, grad: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         change = self._direction(rule, value, grad, scalars)
         decay = self._decay_of(rule)
         if decay and self.decay_style == "paper":

@@ -12,6 +12,7 @@ from tf_keras.src.optimizers import utils as optimizer_utils
 
 from vit_tpu.errors import UserError
 from vit_tpu.optim.base import GroupedOptimizer
+from vit_tpu.optim.gradients import all_finite, apply_if, times
 
 _no_tracking = tf.__internal__.tracking.no_automatic_dependency_tracking
 
@@ -22,9 +23,7 @@ class _State(keras_lso._DynamicLossScaleState):
     def __init__(self, initial_scale: float, growth_steps: int) -> None:
         super().__init__(initial_scale, growth_steps, multiplier=2)
         self.skipped = self._add_weight(name="skipped", dtype=tf.int64, initial_value=0)
-        self.skipped_in_a_row = self._add_weight(
-            name="skipped_in_a_row", dtype=tf.int64, initial_value=0
-        )
+        self.skipped_in_a_row = self._add_weight(name="skipped_in_a_row", dtype=tf.int64, initial_value=0)
 
 
 @keras.utils.register_keras_serializable(package="vit_tpu")
@@ -69,8 +68,7 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
         _check_inner(inner)
         if not 0 < min_scale <= initial_scale:
             raise UserError(
-                f"Loss scale: initial_scale {initial_scale} must be at least min_scale "
-                f"{min_scale}, and both above 0."
+                f"Loss scale: initial_scale {initial_scale} must be at least min_scale {min_scale}, and both above 0."
             )
         if growth_steps < 1:
             raise UserError(f"Loss scale: growth_steps is {growth_steps}: give 1 or more.")
@@ -121,7 +119,7 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
         """Returns the gradients divided by the scale, float32; None stays None."""
         self._still_scaled = False
         factor = 1.0 / self.loss_scale
-        return [None if grad is None else _times(grad, factor) for grad in grads]
+        return [None if grad is None else times(grad, factor) for grad in grads]
 
     def apply_gradients(
         self,
@@ -177,11 +175,9 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
         if frozen is not None:
             good = tf.logical_and(good, tf.logical_not(tf.cast(frozen, tf.bool)))
         if isinstance(self._optimizer, GroupedOptimizer):
-            self._optimizer.apply_gradients(
-                pairs, name=name, skip_gradients_aggregation=True, ok=good
-            )
+            self._optimizer.apply_gradients(pairs, name=name, skip_gradients_aggregation=True, ok=good)
         else:
-            _apply_if(good, self._optimizer, pairs)
+            apply_if(good, self._optimizer, pairs)
         return self.iterations
 
     def _move_scale(self, good: tf.Tensor, frozen: tf.Tensor | None) -> None:
@@ -203,13 +199,9 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
 
         def assign_all(strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]) -> None:
             for variable, value in zip(variables, values):
-                strategy.extended.update(
-                    variable, lambda target, x: target.assign(x), args=(value,), group=False
-                )
+                strategy.extended.update(variable, lambda target, x: target.assign(x), args=(value,), group=False)
 
-        tf.__internal__.distribute.interim.maybe_merge_call(
-            assign_all, tf.distribute.get_strategy(), new
-        )
+        tf.__internal__.distribute.interim.maybe_merge_call(assign_all, tf.distribute.get_strategy(), new)
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -245,20 +237,8 @@ def wrap(optimizer: keras.optimizers.Optimizer, **options: Any) -> LossScale:
     return existing if existing is not None else LossScale(optimizer, **options)
 
 
-def all_finite(grads: Iterable[Any]) -> tf.Tensor:
-    """Returns a scalar bool: every element of every gradient is finite (None is skipped)."""
-    flags = [
-        tf.reduce_all(tf.math.is_finite(getattr(grad, "values", grad)))
-        for grad in grads
-        if grad is not None
-    ]
-    return tf.reduce_all(tf.stack(flags)) if flags else tf.constant(True)
-
-
 def _check_inner(inner: Any) -> None:
-    scaled = isinstance(inner, keras.mixed_precision.LossScaleOptimizer) or getattr(
-        inner, "loss_scale_factor", None
-    )
+    scaled = isinstance(inner, keras.mixed_precision.LossScaleOptimizer) or getattr(inner, "loss_scale_factor", None)
     if scaled or getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):
         raise UserError(
             f"{type(inner).__name__} already scales the loss: give LossScale the plain optimizer, "
@@ -270,35 +250,3 @@ def _check_inner(inner: Any) -> None:
             f"{type(inner).__name__}: optimizers of Keras 3 (package keras) and of "
             "tf_keras.optimizers.legacy do not fit."
         )
-
-
-def _times(grad: Any, factor: tf.Tensor) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        values = tf.cast(grad.values, tf.float32) * factor
-        return tf.IndexedSlices(values, grad.indices, dense_shape=grad.dense_shape)
-    return tf.cast(grad, tf.float32) * factor
-
-
-def _apply_if(good: tf.Tensor, optimizer: keras.optimizers.Optimizer, pairs: list) -> None:
-    """Applies with an optimizer that knows no `ok`: a branch, taken outside the replicas."""
-    variables = [variable for _, variable in pairs]
-
-    def apply(grads: Sequence[tf.Tensor]) -> tf.Tensor:
-        optimizer.apply_gradients(list(zip(grads, variables)), skip_gradients_aggregation=True)
-        return tf.constant(True)
-
-    grads = [grad for grad, _ in pairs]
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        tf.cond(good, lambda: apply(grads), lambda: tf.constant(False))
-        return
-
-    def across(strategy: tf.distribute.Strategy, good: Any, grads: Sequence[tf.Tensor]) -> None:
-        first = strategy.experimental_local_results(good)[0]
-
-        def everywhere() -> tf.Tensor:
-            strategy.extended.call_for_each_replica(apply, args=(grads,))
-            return tf.constant(True)
-
-        tf.cond(first, everywhere, lambda: tf.constant(False))
-
-    tf.distribute.get_replica_context().merge_call(across, args=(good, grads))

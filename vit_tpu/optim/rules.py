@@ -70,9 +70,7 @@ class Rule:
         return cls(**values)
 
 
-def from_groups(
-    groups: Sequence[decay.Group], exclusions: dict[str, list[str] | None]
-) -> list[tuple[Rule, Any]]:
+def from_groups(groups: Sequence[decay.Group], exclusions: dict[str, list[str] | None]) -> list[tuple[Rule, Any]]:
     """Returns (rule, variable) in the model's order; an optimizer's own exclusions win.
 
     Raises:
@@ -135,9 +133,7 @@ def same_path(rule: Rule, saved: dict[str, Rule]) -> Rule:
     return old if old is not None and old.shape == rule.shape else rule
 
 
-def _excluded(
-    paths: Sequence[str], exclusions: dict[str, list[str] | None]
-) -> tuple[set[str] | None, set[str] | None]:
+def _excluded(paths: Sequence[str], exclusions: dict[str, list[str] | None]) -> tuple[set[str] | None, set[str] | None]:
     chosen = []
     for what in ("weight_decay", "layer_adaptation"):
         patterns = exclusions[what]

@@ -142,8 +142,7 @@ class _Ending(_Schedule):
         self.end = float(end)
         if not 0 <= self.end <= 1:
             raise UserError(
-                f"{type(self).__name__}: end is {end}: give the last rate as a share of the peak, "
-                "from 0 to 1."
+                f"{type(self).__name__}: end is {end}: give the last rate as a share of the peak, from 0 to 1."
             )
         super().__init__(learning_rate, total_steps, warmup_steps, cooldown_steps, name)
 
@@ -251,10 +250,7 @@ def _parse(duration: Any) -> tuple[float, str]:
     if unit not in units:
         raise UserError(f'Unknown unit "{unit}" in {duration!r}{nearest(str(unit), units)}.')
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not amount >= 0:
-        raise UserError(
-            f'Cannot read the duration {duration!r}: give steps, "3 epochs", "10%" or '
-            '"5000 examples".'
-        )
+        raise UserError(f'Cannot read the duration {duration!r}: give steps, "3 epochs", "10%" or "5000 examples".')
     if unit == "percent" and amount > 1:
         raise UserError(f"The duration {duration!r} is more than the whole run (100%).")
     return float(amount), unit
