@@ -65,10 +65,7 @@ def from_arrays(
     if not len(images):
         raise UserError(f"{name}: there are no examples: pass at least one image")
     labels = _plain_labels(labels, name)
-    if labels.ndim == 2:
-        found = labels.shape[1]
-    else:
-        found = int(labels.max()) + 1
+    found = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     if num_classes is None:
         num_classes = len(class_names) if class_names is not None else max(found, 1)
     if class_names is None:

@@ -104,11 +104,11 @@ def train_pipeline(
 
     def load(positions: Callable[[tf.Tensor], tf.Tensor], count: int) -> tf.data.Dataset:
         return _load(source, steps, positions, find, count, size, channels, decode or Decode(),
-                     crop, crop_area, broken)  # fmt: skip
+                     crop, crop_area, flip, broken)  # fmt: skip
 
     def augmented(batch: records.Tensors) -> tuple[tf.Tensor, tf.Tensor]:
         images, labels = batch["image"], batch["label"]
-        if flip:
+        if flip and _is_short(source, crop):  # the long way has mirrored each record
             images = augment.random_flip(images, batch["key"])
         images = preprocess.to_float(augment.random_shift(images, batch["key"], shift))
         if rows and not has_rows:
@@ -198,7 +198,7 @@ def eval_pipeline(
 
     dataset = _load(
         source, lambda parts: tf.data.Dataset.range(num_steps * parts), own_positions, find, share,
-        size, channels, decode or Decode(), crop, (1.0, 1.0), broken or BrokenRecords(0),
+        size, channels, decode or Decode(), crop, (1.0, 1.0), False, broken or BrokenRecords(0),
     )  # fmt: skip
     dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
     return _with_options(dataset, deterministic=True).prefetch(tf.data.AUTOTUNE)
@@ -223,7 +223,7 @@ def sample_images(
     channels = _channels(source, channels)
     count = min(count, source.num_examples)
     chosen = np.arange(count, dtype=np.int64) * source.num_examples // max(count, 1)
-    read = records.make_reader(source, size, channels, decode or Decode(), crop, (1.0, 1.0))
+    read = records.make_reader(source, size, channels, decode or Decode(), crop)
     images, kept = [], []
     with tf.device("CPU:0"):
         for index in chosen:
@@ -240,10 +240,14 @@ def sample_images(
     }
 
 
-def _load(source, steps, positions, find, count, size, channels, decode, crop, area, broken):  # type: ignore[no-untyped-def]
+def _is_short(source: Source, crop: str) -> bool:
+    return crop == "resize" and not source.encoded
+
+
+def _load(source, steps, positions, find, count, size, channels, decode, crop, area, flip, broken):
     """Picks the short or the long way; `steps(k)` gives step numbers, each divided in k parts."""
     _choose("crop", crop, ("resize", "inception", "central"))
-    if crop == "resize" and not source.encoded:
+    if _is_short(source, crop):
         return records.load_from_memory(
             source, steps(1), lambda step: find(positions(step)), size, channels
         )
@@ -254,7 +258,7 @@ def _load(source, steps, positions, find, count, size, channels, decode, crop, a
         first = number % parts * chunk
         return find(positions(number // parts)[first : first + chunk])
 
-    read = records.make_reader(source, size, channels, decode, crop, area)
+    read = records.make_reader(source, size, channels, decode, crop, area, flip)
     return records.load_records(
         source, steps(parts), find_chunk, read, chunk, parts, broken, (*size, channels)
     )

@@ -60,7 +60,9 @@ def crop_window(
 
 def to_float(images: tf.Tensor) -> tf.Tensor:
     """Maps uint8 0..255 to float32 [-1, 1], the range all of this package's models expect."""
-    return tf.cast(images, tf.float32) * (2.0 / 255.0) - 1.0
+    # images * (2 / 255) - 1, bit for bit, in one pass over memory instead of three.
+    codes = tf.bitcast(images, tf.quint8)
+    return tf.quantization.dequantize(codes, -1.0, 1.0, mode="MIN_COMBINED")
 
 
 def to_channels(images: tf.Tensor, channels: int) -> tf.Tensor:

@@ -24,12 +24,14 @@ def make_reader(
     channels: int,
     decode: Decode,
     crop: str,
-    crop_area: tuple[float, float],
+    crop_area: tuple[float, float] = (1.0, 1.0),
+    flip: bool = False,
 ) -> Reader:
     """Returns the function (image of the source, key) -> uint8 [H, W, channels] of `size`.
 
     crop: "resize" the whole image; "inception": a random window of a share `crop_area`;
     "central": the smaller side to 8/7 of `size`, then the middle (256 and 224 in big_vision).
+    flip: mirror every other image at random.
     """
 
     def decoded(image: tf.Tensor) -> tf.Tensor:
@@ -59,7 +61,10 @@ def make_reader(
     chosen = {"inception": inception, "central": central, "resize": whole}[crop]
 
     def read(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(chosen(image, key), [*size, channels])
+        image = chosen(image, key)
+        if flip:
+            image = augment.flip_one(image, key)
+        return tf.ensure_shape(image, [*size, channels])
 
     return read
 
@@ -113,16 +118,22 @@ def load_records(
       shape: (H, W, C) that `read` gives.
     """
 
+    scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.uint64)
+
+    @tf.function(input_signature=scalar, autograph=False)  # traced once for its two uses
     def read_one(index: tf.Tensor, key: tf.Tensor) -> Tensors:
         record = source.get(index)
-        label = record["label"]
-        return {"image": read(record["image"], key), "label": label, "ok": tf.constant(True)}
+        image = read(record["image"], key)
+        return {"image": image, "label": record["label"], "ok": tf.constant(True)}
+
+    with tf.device("CPU:0"):
+        labels = tf.constant(source.labels)
 
     def report(index: tf.Tensor) -> Tensors:
         done = tf.numpy_function(lambda i: _report(source, int(i), broken), [index], tf.bool)
         return {
             "image": tf.zeros(shape, tf.uint8),
-            "label": tf.gather(source.labels, index),
+            "label": tf.gather(labels, index),
             "ok": tf.ensure_shape(done, []),
         }
 

@@ -60,7 +60,7 @@ def load_into_memory(
     broken = broken or BrokenRecords(0)
     count = source.num_examples
     blocks = -(-count // _BLOCK)
-    read = records.make_reader(source, size, channels, decode or Decode(), crop, (1.0, 1.0))
+    read = records.make_reader(source, size, channels, decode or Decode(), crop)
     chunk = records.chunk_size(_BLOCK)
 
     def find(number: tf.Tensor) -> records.Tensors:

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from vit_tpu.data.arrays import from_arrays, from_npz
+from vit_tpu.errors import UserError
+
+IMAGES = np.arange(6 * 4 * 5 * 3, dtype=np.uint32).astype(np.uint8).reshape(6, 4, 5, 3)
+LABELS = np.array([0, 1, 2, 2, 1, 0])
+
+
+def test_records_come_by_index_alone_and_together():
+    source = from_arrays(IMAGES, LABELS, name="a")
+    one = source.get(tf.constant(4, tf.int64))
+    np.testing.assert_array_equal(one["image"], IMAGES[4])
+    assert int(one["label"]) == 1 and one["label"].dtype == tf.int32
+    assert one["id"].numpy() == b"a/4" and source.name_of(4) == "a/4"
+    many = source.get(tf.constant([5, 0], tf.int64))
+    np.testing.assert_array_equal(many["image"], IMAGES[[5, 0]])
+    assert many["id"].numpy().tolist() == [b"a/5", b"a/0"]
+    assert source.num_classes == 3 and source.class_names == ("0", "1", "2")
+    assert source.image_shape == (4, 5, 3) and not source.encoded
+
+
+def test_grey_images_label_columns_and_ids():
+    source = from_arrays(
+        IMAGES[..., 0], LABELS[:, None], class_names=["x", "y", "z", "w"], ids=list("abcdef")
+    )
+    assert source.image_shape == (4, 5, 1) and source.num_classes == 4
+    assert source.labels.tolist() == LABELS.tolist()
+    assert source.name_of(2) == "c" and source.get(tf.constant(2, tf.int64))["id"].numpy() == b"c"
+
+
+def test_label_rows_are_kept_as_float32():
+    source = from_arrays(IMAGES, np.eye(6))
+    assert source.labels.dtype == np.float32 and source.num_classes == 6
+
+
+@pytest.mark.parametrize(
+    "images, labels, message",
+    [
+        (IMAGES / 255, LABELS, "images are float64, expected uint8"),
+        (IMAGES[..., :2], LABELS, r"shape \[6, 4, 5, 2\]"),
+        (IMAGES, LABELS[:5], "6 images but 5 labels"),
+        (IMAGES[:0], LABELS[:0], "no examples"),
+        (IMAGES, LABELS + 0.5, "labels are float64"),
+        (IMAGES, LABELS + 2**40, "does not fit in int32"),
+        (IMAGES, np.array(list("abcdef")), "labels are <U1"),
+    ],
+)
+def test_wrong_arrays_are_one_line_of_error(images, labels, message):
+    with pytest.raises(UserError, match=message) as error:
+        from_arrays(images, labels)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_names_are_refused():
+    with pytest.raises(UserError, match="2 class names for 3 classes"):
+        from_arrays(IMAGES, LABELS, num_classes=3, class_names=["a", "b"])
+    with pytest.raises(UserError, match="1 ids for 6 images"):
+        from_arrays(IMAGES, LABELS, ids=["a"])
+
+
+def test_npz_names_of_keras_and_ours(tmp_path):
+    np.savez(tmp_path / "k.npz", x_train=IMAGES[:4], y_train=LABELS[:4], x_test=IMAGES[4:],
+             y_test=LABELS[4:], class_names=np.array(["x", "y", "z"]))  # fmt: skip
+    train, test = from_npz(tmp_path / "k.npz"), from_npz(tmp_path / "k.npz", "validation")
+    assert (train.num_examples, test.num_examples) == (4, 2)
+    assert test.class_names == ("x", "y", "z") and test.num_classes == 3
+    assert train.name_of(3) == "k/train/3"
+    np.savez(tmp_path / "o.npz", images=IMAGES, labels=LABELS)
+    assert from_npz(tmp_path / "o.npz").num_examples == 6
+    with pytest.raises(UserError, match="no validation split"):
+        from_npz(tmp_path / "o.npz", "validation")
+
+
+def test_wrong_npz_files_are_one_line_of_error(tmp_path):
+    with pytest.raises(UserError, match="there is no file"):
+        from_npz(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    with pytest.raises(UserError, match="not a readable .npz file"):
+        from_npz(tmp_path / "text.npz")
+    np.savez(tmp_path / "p.npz", images=np.array([{}], object), labels=LABELS[:1])
+    with pytest.raises(UserError, match="not a readable .npz file"):
+        from_npz(tmp_path / "p.npz")
+    np.savez(tmp_path / "w.npz", picture=IMAGES)
+    with pytest.raises(UserError, match="holds picture, no train split"):
+        from_npz(tmp_path / "w.npz")
+    with pytest.raises(UserError, match='unknown split "dev"'):
+        from_npz(tmp_path / "w.npz", "dev")
