@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The pinned set is Python 3.11's; other versions take what setup.cfg allows.
+PINNED := $(shell $(PYTHON) -c 'import sys; print("--constraint constraints.txt" if sys.version_info[:2] == (3, 11) else "")')
 
 .PHONY: train test lint clean
 
@@ -19,7 +21,7 @@ lint: $(STAMP)
 $(STAMP): setup.cfg setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[test,plan]"
 	$(BIN)/python -m pip check
 	touch $(STAMP)
 

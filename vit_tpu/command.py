@@ -9,7 +9,13 @@ from typing import Any
 from vit_tpu.errors import UserError, nearest
 
 
-def execute(define: Callable[[Any, Any], None], run: Callable[[Any], int], doc: str | None, arguments: list[str] | None) -> int:
+def execute(
+    define: Callable[[Any, Any], None],
+    run: Callable[..., int],
+    doc: str | None,
+    arguments: list[str] | None,
+    files: str | None = None,
+) -> int:
     """Parses flags into a FlagValues of its own, runs the command and returns its exit code.
 
     The flags belong to this call, not to absl's global registry: commands can be imported, reloaded and called from a
@@ -20,6 +26,7 @@ def execute(define: Callable[[Any, Any], None], run: Callable[[Any], int], doc: 
       run: gets the parsed values; returns the exit code.
       doc: shown by --help above the flags.
       arguments: the command line without the program; sys.argv's if None.
+      files: what may follow besides flags ("SRC DST"); `run` then gets these texts as a list after the values.
 
     Returns:
       What `run` returned, or 2 for wrong use and 1 for a failed run, with one line on standard error.
@@ -39,10 +46,10 @@ def execute(define: Callable[[Any, Any], None], run: Callable[[Any], int], doc: 
     if values.help:
         print((doc or "").strip() + "\n\nFlags:\n" + _describe(values))
         return 0
-    if rest:
+    if rest and files is None:
         return _wrong(f'"{rest[0]}" is not a flag: write --name=value (--help lists them)')
     try:
-        return run(values)
+        return run(values) if files is None else run(values, rest)
     except UserError as error:
         return _wrong(str(error))
     except FloatingPointError as error:

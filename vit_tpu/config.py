@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import yaml
 from vit_tpu import precision
 from vit_tpu.errors import UserError, nearest
 from vit_tpu.models import variants
+from vit_tpu.typed import plain, typed
 
 Duration = int | float | str  # steps, or text: "5 epochs", "10%", "50000 examples"
 
@@ -59,7 +59,8 @@ class Data:
     flip: bool = False
     shift: int = 0  # pixels of padding for a random shift
     mixup: float = 0.0
-    validation_fraction: float = 0.1  # of a folder or file without its own validation split
+    in_memory: bool | None = None  # decode files once and keep them; None: if they fit into 1 GiB and crop is resize
+    validation_fraction: float = 0.1  # of a class-folder tree without its own validation split
     max_broken: int | None = None  # unreadable training files tolerated; None: one in a thousand
     size: int = 1024  # examples of the synthetic source
     classes: int = 10  # classes of the synthetic source
@@ -139,11 +140,11 @@ class Config:
     """One run. `Config()` trains a small ViT on the embedded digits."""
 
     model: Model = dataclasses.field(default_factory=lambda: Model(**DIGITS_MODEL))
-    data: Data = dataclasses.field(default_factory=lambda: Data(shift=1))
-    optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(weight_decay=0.05))
+    data: Data = dataclasses.field(default_factory=lambda: Data(mixup=0.2))
+    optimizer: Optimizer = dataclasses.field(default_factory=lambda: Optimizer(learning_rate=3e-3, weight_decay=0.05))
     schedule: Schedule = dataclasses.field(default_factory=lambda: Schedule(warmup="5%"))
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
-    training: Training = dataclasses.field(default_factory=lambda: Training(epochs=40.0))
+    training: Training = dataclasses.field(default_factory=lambda: Training(**DIGITS_TRAINING))
     precision: str = "float32"
     strategy: str = "auto"
     tpu: str | None = None
@@ -152,8 +153,9 @@ class Config:
 
 
 DIGITS_MODEL: dict[str, Any] = {
-    "variant": "Ti/2", "image_size": 8, "pool": "map", "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 4,
+    "variant": "Ti/2", "image_size": 8, "pool": "gap", "width": 64, "depth": 4, "mlp_dim": 256, "num_heads": 4,
 }  # fmt: skip
+DIGITS_TRAINING: dict[str, Any] = {"epochs": 50.0, "ema": 0.98, "evaluate_ema": True}
 
 
 def load_config(path: str | pathlib.Path | None = None, overrides: Iterable[str] | Mapping[str, Any] = ()) -> Config:
@@ -221,7 +223,7 @@ def replace(config: Config, key: str, value: Any, where: str = "config") -> Conf
         raise UserError(f'{where}: unknown key "{key}"{nearest(name, known)}')
     if name in _SECTIONS and not section:
         raise UserError(f"{where}: {name} is a section; set one of its keys, such as {name}.{next(iter(typing.get_type_hints(_SECTIONS[name])))}")
-    checked = _typed(value, hints[name], f"{where}: {section + '.' if section else ''}{name}")
+    checked = typed(value, hints[name], f"{where}: {section + '.' if section else ''}{name}")
     if not section:
         return dataclasses.replace(config, **{name: checked})
     inner = dataclasses.replace(getattr(config, section), **{name: checked})
@@ -270,7 +272,7 @@ def validate(config: Config) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Returns the config as nested plain values, as YAML and JSON can hold them."""
-    return _plain(dataclasses.asdict(config))
+    return plain(dataclasses.asdict(config))
 
 
 def to_yaml(config: Config) -> str:
@@ -322,56 +324,6 @@ def _read_yaml(path: pathlib.Path) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise UserError(f"config {path} holds no keys: see experiments/ for examples")
     return values
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """Returns `value` as the annotated type, or raises UserError."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:  # an exact match first, so that 1 stays an int where both are allowed
-        if option is type(None) and value is None:
-            return None
-        if isinstance(option, type) and type(value) is option:
-            return value
-    for option in options:
-        if option is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-            try:
-                return float(value)  # YAML 1.1 reads 1e-3 as text
-            except ValueError:
-                continue
-        if option is int and isinstance(value, (str, float)) and _is_whole(value):
-            return int(float(value))
-        if typing.get_origin(option) is tuple:
-            parts = value.split(",") if isinstance(value, str) else value
-            if not isinstance(parts, (list, tuple)):
-                continue
-            inner = typing.get_args(option)
-            if inner[-1] is Ellipsis:
-                return tuple(_typed(part, inner[0], where) for part in parts)
-            if len(parts) == len(inner):
-                return tuple(_typed(part, kind, where) for part, kind in zip(parts, inner))
-    wanted = " or ".join(_name_of(option) for option in options)
-    raise UserError(f"{where} is {value!r}: it must be {wanted}")
-
-
-def _is_whole(value: str | float) -> bool:
-    try:
-        return float(value) == int(float(value))
-    except (ValueError, OverflowError):
-        return False
-
-
-def _name_of(hint: Any) -> str:
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)
-        return "a list of texts" if inner[-1] is Ellipsis else f"{len(inner)} numbers"
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return names[hint]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 _SECTIONS: dict[str, Any] = {

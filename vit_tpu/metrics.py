@@ -14,7 +14,8 @@ class _Share(keras.metrics.Metric):
     """Share of examples that are hits; hits and examples are int64 sums, so no run is long enough to stop them."""
 
     def __init__(self, name: str, **kwargs: Any):
-        super().__init__(name=name, dtype="float32", **kwargs)
+        kwargs["dtype"] = "float32"  # a saved config brings its own
+        super().__init__(name=name, **kwargs)
         self.hits = self.add_weight(name="hits", shape=(), dtype=tf.int64, initializer="zeros")
         self.examples = self.add_weight(name="examples", shape=(), dtype=tf.int64, initializer="zeros")
 
@@ -65,6 +66,22 @@ class TopK(_Share):
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "k": self.k}
+
+
+@keras.utils.register_keras_serializable(package="vit_tpu")
+class Count(keras.metrics.Metric):
+    """Number of real examples seen: an int64 count of weights above 0."""
+
+    def __init__(self, name: str = "count", **kwargs: Any):
+        kwargs["dtype"] = "int64"
+        super().__init__(name=name, **kwargs)
+        self.examples = self.add_weight(name="examples", shape=(), dtype=tf.int64, initializer="zeros")
+
+    def update_state(self, weights: Any) -> None:
+        self.examples.assign_add(_count(tf.cast(weights, tf.float32) > 0))
+
+    def result(self) -> tf.Tensor:
+        return self.examples.read_value()
 
 
 def _count(hits: tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_tpu.data.source import Source
-from vit_tpu.errors import UserError, nearest
+from vit_tpu.errors import UserError
 
 _SPLIT_KEYS = {
     "train": (("train_images", "train_labels"), ("x_train", "y_train")),
@@ -133,8 +133,7 @@ def from_npz(
             if not chosen:
                 raise UserError(
                     f"{path} holds {', '.join(loaded.files) or 'nothing'}, no {split} split: "
-                    f"name the arrays {pairs[0][0]} and {pairs[0][1]}"
-                    + nearest(pairs[0][0], loaded.files)
+                    f"it needs arrays named {pairs[0][0]} and {pairs[0][1]}"
                 )
             images, labels = loaded[chosen[0][0]], loaded[chosen[0][1]]
             if class_names is None and "class_names" in loaded.files:

@@ -39,9 +39,12 @@ class ParamLayer(keras.layers.Layer):
     weights and those of its children, by path.
     """
 
+    built: bool
+
     def __init__(self, **kwargs: Any):
         super().__init__(autocast=False, **kwargs)
-        self.params: dict[str, tf.Variable] = {}
+        # Not tracked by Keras, which would list the weights sorted by path and save them twice.
+        self.params: dict[str, tf.Variable] = self._no_dependency({})
 
     def own_specs(self) -> dict[str, Spec]:
         """The weights of this layer itself."""
@@ -80,8 +83,8 @@ class ParamLayer(keras.layers.Layer):
     def build(self, input_shape: Any = None) -> None:
         self.create_weights()
 
-    def call(self, x: tf.Tensor, **kwargs: Any) -> tf.Tensor:
-        return self.forward(self.params, x, **kwargs)
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.forward(self.params, x)
 
 
 def _stacked(initializer: Callable[..., tf.Tensor], stack: int) -> Callable[..., tf.Tensor]:

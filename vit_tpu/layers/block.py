@@ -34,8 +34,10 @@ class Block(base.ParamLayer):
         self.width, self.dropout, self.drop_path = width, dropout, drop_path
         self.layer_scale, self.remat = layer_scale, remat
         policy = self.dtype_policy
-        self.norm1, self.norm2 = LayerNorm(width, epsilon, name="norm1"), LayerNorm(width, epsilon, name="norm2")
+        # In the order of `children`, which makes Keras list the weights in the order of `ViT.parameters`.
+        self.norm1 = LayerNorm(width, epsilon, name="norm1")
         self.attention = Attention(width, num_heads, dtype=policy, name="attention")
+        self.norm2 = LayerNorm(width, epsilon, name="norm2")
         self.mlp = Mlp(width, mlp_dim, gelu, dtype=policy, name="mlp")
 
     def children(self) -> dict[str, base.ParamLayer]:

@@ -54,7 +54,7 @@ class PositionsAndTokens(base.ParamLayer):
         super().__init__(**kwargs)
         if posemb not in POSEMBS:
             raise UserError(f'posemb="{posemb}" is not one of {", ".join(POSEMBS)}')
-        self.grid, self.width, self.posemb = tuple(grid), width, posemb
+        self.grid, self.width, self.posemb = (grid[0], grid[1]), width, posemb
         self.class_token, self.registers = class_token, registers
         self.fixed = sincos2d(self.grid, width) if posemb == "sincos2d" else None
 

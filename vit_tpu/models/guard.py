@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,11 +119,13 @@ def check(model: Any) -> None:
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
     """Raises a UserError of code that Keras or AutoGraph called as it was written: they would change its type or add lines."""
+    handled = sys.exc_info()[1]  # what the caller is dealing with is not the cause of what fails in here
     try:
         yield
     except Exception as error:
-        found, inner = None, error
-        while inner is not None:
+        found: UserError | None = None
+        inner: BaseException | None = error
+        while inner is not None and inner is not handled:
             found = inner if isinstance(inner, UserError) else found
             inner = inner.__cause__ or inner.__context__
         if found is None or found is error:

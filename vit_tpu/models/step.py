@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
-from vit_tpu import losses, metrics
+from vit_tpu import losses
+from vit_tpu import metrics as metric_kinds
 from vit_tpu.errors import UserError
 from vit_tpu.layers import drop
 from vit_tpu.models import guard
@@ -24,6 +25,10 @@ from vit_tpu.optim.base import GroupedOptimizer
 from vit_tpu.optim.build import build
 from vit_tpu.optim.ema import Ema
 from vit_tpu.optim.loss_scale import LossScale
+
+
+# AutoGraph would read and rewrite the source of everything below: slower to trace, and nothing here needs it.
+_as_written = tf.autograph.experimental.do_not_convert
 
 
 class StepModel(keras.Model):
@@ -84,6 +89,7 @@ class StepModel(keras.Model):
             steps_per_execution=steps_per_execution, run_eagerly=run_eagerly,
             jit_compile=self.jit and replicas == 1 and not run_eagerly,
         )  # fmt: skip
+        self.distribute_reduction_method = "first"  # every replica returns the same figures; Keras would add them up
         parameters = self.parameters()
         self.groups = tuple(decay.resolve(parameters, freeze=freeze, layer_decay=layer_decay))
         frozen = {path for group in self.groups if group.frozen for path in group.paths}
@@ -95,8 +101,8 @@ class StepModel(keras.Model):
             inner.build(variables)
             self.counters = guard.Counters()
             self.loss_tracker = keras.metrics.Mean("loss", dtype="float32")
-            self.examples = keras.metrics.Sum("count", dtype="float32")
-            self.step_metrics = [_metric(m) for m in metrics]
+            self.examples = metric_kinds.Count()
+            self.step_metrics = [metric_kinds.get(metric) for metric in metrics]
             self.averages = None
             if ema is not None:
                 self.averages = Ema(decay=ema)
@@ -133,6 +139,7 @@ class StepModel(keras.Model):
         # Keras' own container would reshape labels and ignore the weights of padding.
         return [self.loss_tracker, self.examples, *self.step_metrics] if self._is_compiled else []
 
+    @_as_written
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """One step on a batch (images [B, H, W, C], labels[, weights [B]]); returns the metrics and the step's own figures."""
         images, labels, weights = _unpack(data)
@@ -148,9 +155,9 @@ class StepModel(keras.Model):
         if replicas > 1:
             gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
             total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, [total, count])
-        # Gradients so far are sums over examples divided by the static batch; one factor makes them the mean, unscaled.
-        batch = _static_batch(images) * replicas
-        factor = batch / tf.maximum(count, 1.0)
+        # Gradients so far are sums over all examples divided by one replica's static batch; one factor makes them the
+        # mean, unscaled.
+        factor = _static_batch(images) / tf.maximum(count, 1.0)
         if scale is not None:
             factor = factor / scale
         loss = total / tf.maximum(count, 1.0)
@@ -174,14 +181,16 @@ class StepModel(keras.Model):
         results = {metric.name: metric.result() for metric in self.metrics if metric is not self.examples}
         return {**results, "step_loss": loss, "grad_norm": norm}
 
+    @_as_written
     def _gradients(self, images: Any, labels: Any, weights: Any, scale: Any, seed: tf.Tensor) -> tuple:
         """Returns gradients of the scaled loss sum / static batch, the loss sum, the example count and the logits [B, C]."""
         micro = self.compiled["accumulation_steps"]
         batch = _static_batch(images)
         if batch % micro:
+            near = [str(size) for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
             raise UserError(
-                f"a batch of {batch} a replica does not divide into accumulation_steps={micro} equal parts: use "
-                f"{batch // micro * micro or micro} or {(batch // micro + 1) * micro}"
+                f"a batch of {batch} a replica does not divide into accumulation_steps={micro} equal parts: "
+                f"use {' or '.join(near)}"
             )
         if micro == 1:
             return self._micro_gradients(images, labels, weights, scale, seed, batch)
@@ -217,6 +226,7 @@ class StepModel(keras.Model):
         gradients = tape.gradient(target, variables, unconnected_gradients="zero")
         return [tf.cast(g, tf.float32) for g in gradients], total, tf.reduce_sum(weights), logits
 
+    @_as_written
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Adds a batch (images, labels[, weights]) to the metrics; "count" is the number of real examples so far."""
         images, labels, weights = _unpack(data)
@@ -274,10 +284,6 @@ def _accept_optimizer(optimizer: Any, policy: str) -> Any:
     if policy == "mixed_float16" and not isinstance(optimizer, LossScale):
         optimizer = LossScale(optimizer)  # float16 gradients underflow without it, as Keras itself does
     return optimizer
-
-
-def _metric(metric: Any) -> keras.metrics.Metric:
-    return metrics.get(metric)
 
 
 def _unpack(data: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

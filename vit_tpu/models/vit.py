@@ -91,6 +91,7 @@ class ViT(StepModel):
       scan: one traced block in a loop over stacked weights: same numbers, faster to compile; always rematerialises.
       gelu: "tanh" as in the papers, or "erf".
       epsilon: of the LayerNorms.
+      norm_position: "before" or "after" the pooling, where the final LayerNorm acts (timm's `fc_norm` is "after").
       **overrides: width, depth, mlp_dim, num_heads, patch_size in place of the variant's.
 
     Raises:
@@ -101,14 +102,15 @@ class ViT(StepModel):
         self, variant: str = "S/16", *, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, pool: str = "map",
         posemb: str = "learn", channels: int = 3, registers: int = 0, dropout: float = 0.0, drop_path: float = 0.0,
         layer_scale: float | None = None, head_bias_init: float = 0.0, representation_size: int | None = None,
-        remat: str = "none", scan: bool = False, gelu: str = "tanh", epsilon: float = 1e-6, name: str | None = None,
-        **overrides: Any,
+        remat: str = "none", scan: bool = False, gelu: str = "tanh", epsilon: float = 1e-6,
+        norm_position: str = "before", name: str | None = None, **overrides: Any,
     ):  # fmt: skip
         super().__init__(name=name or "vit")
         shape = override(variants.variant(variant), overrides)
         size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
         _check_choice("pool", pool, POOLS)
         _check_choice("remat", remat, REMATS)
+        _check_choice("norm_position", norm_position, ("before", "after"))
         for rate_name, rate in (("dropout", dropout), ("drop_path", drop_path)):
             if not 0.0 <= rate < 1.0:
                 raise UserError(f"{rate_name}={rate} is not in [0, 1)")
@@ -118,7 +120,8 @@ class ViT(StepModel):
             "variant": variant, "image_size": size, "num_classes": num_classes, "pool": pool, "posemb": posemb,
             "channels": channels, "registers": registers, "dropout": dropout, "drop_path": drop_path,
             "layer_scale": layer_scale, "head_bias_init": head_bias_init, "representation_size": representation_size,
-            "remat": remat, "scan": scan, "gelu": gelu, "epsilon": epsilon, "name": self.name, **overrides,
+            "remat": remat, "scan": scan, "gelu": gelu, "epsilon": epsilon,
+            "norm_position": norm_position, "name": self.name, **overrides,
         }  # fmt: skip
         self.variant, self.image_size, self.pool, self.scan = shape, size, pool, scan
         self.num_classes, self.channels = num_classes, channels
@@ -194,6 +197,8 @@ class ViT(StepModel):
     ) -> tf.Tensor:
         """Returns the tokens after the final LayerNorm: float32 [B, prefix + N, D], the class token and registers first.
 
+        With norm_position="after" they are what the pooling reads: not yet normalised.
+
         Args:
           images, training, seed: as in `call`.
           record: if given, filled with intermediates by big_vision's names (not with scan=True).
@@ -216,7 +221,7 @@ class ViT(StepModel):
             x = stacked_blocks(self.blocks[0], self.variant.depth, x, seed, self.rates)
         else:
             x = self._unrolled(x, seed, record)
-        x = self.norm.forward(self.norm.params, x)
+        x = self._norm(x, "before")
         if record is not None:
             record["encoded"] = x
         return x
@@ -235,12 +240,21 @@ class ViT(StepModel):
 
     def pooled(self, tokens: tf.Tensor) -> tf.Tensor:
         """Returns what the classifier reads: float32 [B, D] of `encode`'s tokens ([B, N, D] for pool="none")."""
+        return self._norm(self._pool(tokens), "after")
+
+    def _pool(self, tokens: tf.Tensor) -> tf.Tensor:
         if self.pool == "tok":
             return tokens[:, 0]
         patches = tokens[:, self.positions.num_prefix :]
         if self.map is not None:
             return self.map.forward(self.map.params, patches)
         return tf.reduce_mean(patches, axis=1) if self.pool == "gap" else patches
+
+    def _norm(self, x: tf.Tensor, position: str) -> tf.Tensor:
+        """The final LayerNorm if it acts here; float32 either way."""
+        if position == self.settings["norm_position"]:
+            return self.norm.forward(self.norm.params, x)
+        return tf.cast(x, tf.float32)
 
     def _head(self, tokens: tf.Tensor) -> tf.Tensor:
         x = self.pooled(tokens)
@@ -300,5 +314,5 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 _ARGUMENTS = (
     "image_size", "num_classes", "pool", "posemb", "channels", "registers", "dropout", "drop_path", "layer_scale",
-    "head_bias_init", "representation_size", "remat", "scan", "gelu", "epsilon",
+    "head_bias_init", "representation_size", "remat", "scan", "gelu", "epsilon", "norm_position",
 )  # fmt: skip

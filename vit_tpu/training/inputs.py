@@ -9,10 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from vit_tpu.config import Config
-from vit_tpu.data import arrays, digits, folders, labels, pipeline, synthetic
+from vit_tpu.data import arrays, digits, folders, in_memory, labels, pipeline, synthetic
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
+
+
+MEMORY_LIMIT = 2**30  # bytes of pixels that are kept in memory without being asked
 
 
 def open_source(config: Config, split: str) -> Source:
@@ -33,6 +36,25 @@ def open_source(config: Config, split: str) -> Source:
     return folders.from_folders(data.path, split, validation_share=data.validation_fraction)
 
 
+def ready(config: Config, source: Source, broken: BrokenRecords) -> Source:
+    """Returns the source with its pixels in memory where the config says so or they fit, else as it is.
+
+    Decoding small files again in every epoch costs more than the step; random crops need the whole files.
+    """
+    data = config.data
+    wanted = data.in_memory
+    if not source.encoded or wanted is False:
+        return source
+    size, colours = config.model.image_size, channels(config, source)
+    if wanted is None:
+        wanted = data.crop == "resize" and in_memory.memory_bytes(source, size, colours) <= MEMORY_LIMIT
+    elif data.crop == "inception":
+        raise UserError("data.in_memory holds finished images, but data.crop=inception cuts them from the files: leave one out")
+    if not wanted:
+        return source
+    return in_memory.load_into_memory(source, size, channels=colours, limit=2**62, broken=broken)
+
+
 def num_classes(config: Config, source: Source) -> int:
     """Returns the size of the head: the config's, or as many as the data has; every label is checked against it."""
     classes = config.model.num_classes or source.num_classes
@@ -46,29 +68,30 @@ def channels(config: Config, source: Source) -> int:
     return source.image_shape[2] if source.image_shape else 3
 
 
-def train_data(config: Config, source: Source, start_step: int) -> tuple[tf.data.Dataset, BrokenRecords]:
-    """Returns the endless training batches from `start_step` on, and the record of unreadable files."""
+def budget(config: Config, source: Source) -> BrokenRecords:
+    """Returns the list for unreadable training files and how many it may hold."""
+    allowed = config.data.max_broken
+    return BrokenRecords(allowed if allowed is not None else math.ceil(source.num_examples / 1000))
+
+
+def train_data(config: Config, source: Source, start_step: int, broken: BrokenRecords) -> tf.data.Dataset:
+    """Returns the endless training batches from `start_step` on; unreadable files are added to `broken`."""
     data, training = config.data, config.training
-    budget = data.max_broken if data.max_broken is not None else math.ceil(source.num_examples / 1000)
-    broken = BrokenRecords(budget)
-    dataset = pipeline.train_pipeline(
+    return pipeline.train_pipeline(
         source, batch_size=training.batch_size, image_size=config.model.image_size, seed=training.seed, start_step=start_step,
         channels=channels(config, source), crop=data.crop, crop_area=data.crop_area, flip=data.flip, shift=data.shift,
         mixup=data.mixup, label_format="onehot" if data.mixup else "int", num_classes=num_classes(config, source),
         deterministic=True, broken=broken,
     )  # fmt: skip
-    return dataset, broken
 
 
-def eval_data(config: Config, source: Source, batch_size: int | None = None) -> tuple[tf.data.Dataset, BrokenRecords]:
-    """Returns batches (images, labels, weights) that hold every example exactly once, and the record of unreadable files."""
-    broken = BrokenRecords(0)
-    size = batch_size or config.training.batch_size
-    dataset = pipeline.eval_pipeline(
+def eval_data(config: Config, source: Source, broken: BrokenRecords) -> tf.data.Dataset:
+    """Returns batches (images, labels, weights) that hold every example exactly once; unreadable files are added to `broken`."""
+    size = config.training.batch_size
+    return pipeline.eval_pipeline(
         source, batch_size=size, image_size=config.model.image_size, channels=channels(config, source),
         num_classes=num_classes(config, source), crop="central" if config.data.crop == "inception" else "resize", broken=broken,
     )  # fmt: skip
-    return dataset, broken
 
 
 def steps_per_epoch(config: Config, source: Source) -> float:
@@ -79,13 +102,13 @@ def steps_per_epoch(config: Config, source: Source) -> float:
 
 
 def describe(source: Source, role: str) -> str:
-    kind: Any = "files" if source.encoded else "x".join(map(str, source.image_shape or ()))
+    kind: Any = "files" if source.encoded else "x".join(map(str, source.image_shape or ())) + " in memory"
     return f"{role}: {source.name}, {source.num_examples:,} examples ({kind}), {source.num_classes} classes"
 
 
 def predictions(config: Config, model: Any, source: Source, limit: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Returns the first `limit` pictures as uint8 [H, W, C], as the model sees them, and their logits [n, C]."""
-    dataset, _ = eval_data(config, source)
+    dataset = eval_data(config, source, BrokenRecords(0))
     pictures: list[np.ndarray] = []
     logits: list[np.ndarray] = []
     for images, _, _ in dataset:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,12 @@ import tf_keras as keras
 from vit_tpu import config as configs
 from vit_tpu import devices, losses, precision
 from vit_tpu.config import Config
+from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import LossScale, build, decay
-from vit_tpu.training import callbacks, display, inputs, peak, plots, schedule
+from vit_tpu.training import callbacks, display, inputs, peak, plots, profiling, schedule
 from vit_tpu.training.workdir import Workdir
 
 
@@ -75,19 +78,28 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     began = time.perf_counter()
     _seed(config)
     here = devices.choose(config.strategy, config.tpu)
+    folder = Workdir.open(workdir or config.workdir, config)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     classes = inputs.num_classes(config, train)
     inputs.num_classes(config, validation)
+    broken, valid_broken = inputs.budget(config, train), BrokenRecords(0)
+    train, validation = inputs.ready(config, train, broken), inputs.ready(config, validation, valid_broken)
     plan = schedule.plan(config, train.num_examples)
-    folder = Workdir.open(workdir or config.workdir, config)
     model = build_model(config, here, classes, inputs.channels(config, train), plan)
     start = folder.resume(model)
     print(summary_text(config, here, model, train, validation, plan, folder, start), flush=True)
     if start >= plan.total_steps:
         raise UserError(f"{folder.path} has trained {start:,} steps already and {plan.total_steps:,} are asked for: nothing to do")
-    folder.write_config(config)
-    data, broken = inputs.train_data(config, train, start)
-    valid, valid_broken = inputs.eval_data(config, validation)
+    window = None
+    if config.training.profile is not None:
+        window = profiling.ProfileWindow(
+            folder.path / "logs", config.training.profile, steps_per_execution=plan.steps_per_execution, start=start,
+            total_steps=plan.total_steps,
+        )  # fmt: skip
+    folder.make(config)
+    top, where = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
+    data = inputs.train_data(config, train, start, broken)
+    valid = inputs.eval_data(config, validation, valid_broken)
     progress = display.Progress(plan.total_steps, start)
     logger = callbacks.Logger(
         folder.path, plan.log_every, batch_size=config.training.batch_size, total_steps=plan.total_steps, start=start,
@@ -100,11 +112,10 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     )  # fmt: skip
     extra = {"config": configs.to_dict(config), "versions": versions()}
     saver = callbacks.Checkpointer(folder.checkpoints, plan.checkpoint_every, start=start, extra=extra, clock=logger.clock)
+    watchers = [logger, evaluator, saver, stop, *([window] if window else [])]
     try:
-        with stop.on_signals(progress.say):
-            model.fit(
-                data, epochs=1, steps_per_epoch=plan.total_steps - start, verbose=0, callbacks=[logger, evaluator, saver, stop]
-            )
+        with stop.on_signals(progress.say), _numerics_checked(config.training.check_numerics):
+            model.fit(data, epochs=1, steps_per_epoch=plan.total_steps - start, verbose=0, callbacks=watchers)
     except Exception:
         broken.check()  # an unreadable file inside tf.data arrives as an obscure error: say which file
         valid_broken.check()
@@ -112,7 +123,7 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     finally:
         progress.close()
         logger.close()
-    summary = _summarise(config, here, model, folder, logger, evaluator, stop.requested, began)
+    summary = _summarise(config, here, model, folder, logger, evaluator, stop.requested, began, top, where)
     folder.write_summary(dataclasses.asdict(summary))
     if summary.status == "done":
         _draw(config, model, validation, folder)
@@ -177,7 +188,8 @@ def summary_text(
     rows = [
         ("workdir", str(folder.path) + (f", continued from step {start:,}" if start else "")),
         ("devices", here.line),
-        ("precision", f"{config.precision}, loss scale {'off' if scale is None else f'{float(scale):g}'}, XLA {jit}"),
+        ("precision", f"{config.precision}, loss scale {'off' if scale is None else f'{float(scale):g}'}, XLA {jit}"
+                      + (", every operation checked for NaN (slow)" if t.check_numerics else "")),
         ("data", inputs.describe(train, "train") + "\n" + inputs.describe(validation, "validation")),
         ("model", f"ViT {v.depth} blocks, width {v.width}, MLP {v.mlp_dim}, {v.num_heads} heads, patch {v.patch_size}, pool {model.pool}, "
                   f"image {size}, {model.num_patches} patches"),
@@ -209,9 +221,11 @@ def versions() -> dict[str, str]:
 def _summarise(
     config: Config, here: devices.Devices, model: ViT, folder: Workdir, logger: callbacks.Logger,
     evaluator: callbacks.Evaluator, interrupted: bool, began: float,
+    top: float | None, where: str,
 ) -> Summary:  # fmt: skip
     rate = logger.images_per_second()
-    top, where = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
+    again, _ = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
+    top = max(top or 0.0, again or 0.0) or None  # a measured peak is a lower bound: other work may have been going on
     counters = model.counters.values()
     return Summary(
         status="interrupted" if interrupted else "done",
@@ -263,6 +277,24 @@ def _ending(summary: Summary) -> str:
     else:
         rows.append(("continue", "run the same command again: it goes on where it stopped"))
     return f"{summary.status}\n" + display.table(rows)
+
+
+@contextlib.contextmanager
+def _numerics_checked(wanted: bool) -> Iterator[None]:
+    """TensorFlow's own check of every operation inside the block; it names the operation and the line that made it."""
+    if not wanted:
+        yield
+        return
+    tf.debugging.enable_check_numerics()
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if "inf" not in str(error).lower() and "nan" not in str(error).lower():
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise FloatingPointError(f"check_numerics: {lines[0][:300]}") from error
+    finally:
+        tf.debugging.disable_check_numerics()
 
 
 def _seed(config: Config) -> None:

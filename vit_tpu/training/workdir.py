@@ -34,21 +34,34 @@ class Workdir:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str] | None, config: Config) -> Workdir:
-        """Returns the folder, made if need be; a free name under runs/ if none is asked for.
+        """Returns the folder, not made yet; a free name under runs/ if none is asked for.
 
         Raises:
-          UserError: it cannot be made, holds something else, or a finished run, or one with another configuration.
+          UserError: it holds something else, or a run with another configuration.
         """
         folder = cls(path if path is not None else _free(f"runs/{config.data.source}"))
-        try:
-            folder.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"workdir {folder.path} cannot be made ({error.strerror}): choose another with --workdir") from None
-        folder._check_same_run(config)
+        if folder.path.exists():
+            folder._check_same_run(config)
         return folder
+
+    def make(self, config: Config) -> None:
+        """Makes the folder and writes the config into it.
+
+        Raises:
+          UserError: it cannot be made or written to.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write("config.yaml", configs.to_yaml(config))
+        except OSError as error:
+            raise UserError(
+                f"workdir {self.path} cannot be written to ({error.strerror}): choose another with --workdir"
+            ) from None
 
     def _check_same_run(self, config: Config) -> None:
         written = self.path / "config.yaml"
+        if not self.path.is_dir():
+            raise UserError(f"workdir {self.path} is a file: choose a folder")
         if not written.exists():
             if any(self.path.iterdir()):
                 raise UserError(f"workdir {self.path} holds files that are not a run's: choose an empty or new folder")
@@ -68,9 +81,6 @@ class Workdir:
         path, manifest = found
         state.restore(model, path)
         return int(manifest["step"])
-
-    def write_config(self, config: Config) -> None:
-        self._write("config.yaml", configs.to_yaml(config))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         self._write("summary.json", json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,150 @@
+"""Runs end to end: the folder, the summary, continuation and errors."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import yaml
+
+from vit_tpu import UserError, config as configs, run
+from vit_tpu.models.guard import NonFiniteError
+from vit_tpu.training import callbacks, state
+
+from tiny_run import config
+
+
+def arrays(workdir):
+    found = state.newest(workdir / "checkpoints")
+    assert found is not None
+    with np.load(found[0] / "state.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    return run(config(training__ema=0.9, loss_scale__mode="dynamic"), workdir), workdir
+
+
+def test_folder_holds_what_the_design_promises(finished):
+    _, workdir = finished
+    for name in ("config.yaml", "summary.json", "metrics.jsonl", "logs/train", "checkpoints/00000012",
+                 "plots/learning_curves.png", "plots/validation_predictions.png"):  # fmt: skip
+        assert (workdir / name).exists(), name
+
+
+def test_summary_is_complete_and_true(finished):
+    summary, workdir = finished
+    written = json.loads((workdir / "summary.json").read_text())
+    assert written["status"] == "done" and written["steps"] == 12 and written["examples_seen"] == 12 * 32
+    assert written["applied_updates"] == 12 and written["skipped_updates"] == 0
+    assert written["validation"]["count"] == 360
+    assert written["compilations"] == 1
+    assert written["precision"] == "float32" and written["versions"]["tensorflow"].startswith("2.20")
+    assert written["peak_host_bytes"] > 1e8 and written["images_per_second"] > 0
+    assert summary.validation == written["validation"]
+
+
+def test_config_beside_the_run_reads_back_to_the_same_run(finished):
+    _, workdir = finished
+    assert configs.load_config(workdir / "config.yaml") == config(training__ema=0.9, loss_scale__mode="dynamic")
+    assert yaml.safe_load((workdir / "config.yaml").read_text())["training"]["steps"] == 12
+
+
+def test_metrics_lines_are_windows_that_average_to_the_epoch(finished):
+    _, workdir = finished
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    train = [line for line in lines if "validation" not in line]
+    assert [line["step"] for line in train] == [4, 8, 12]
+    assert all(0 < line["loss"] < 5 and "learning_rate" in line and "grad_norm" in line for line in train)
+    assert [line["step"] for line in lines if "validation" in line] == [6, 12]
+
+
+def test_another_configuration_does_not_continue_a_run(finished):
+    _, workdir = finished
+    with pytest.raises(UserError, match="another configuration.*optimizer.learning_rate: 0.001 -> 0.5"):
+        run(config(training__ema=0.9, loss_scale__mode="dynamic", learning_rate=0.5, training__steps=24), workdir)
+
+
+def test_interrupted_run_continues_to_the_same_bits(finished, tmp_path, monkeypatch):
+    _, whole = finished
+    original = callbacks.Logger.on_steps
+
+    def interrupt_at_four(self, step, logs):
+        original(self, step, logs)
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(callbacks.Logger, "on_steps", interrupt_at_four)
+    settings = config(training__ema=0.9, loss_scale__mode="dynamic")
+    first = run(settings, tmp_path / "cut")
+    assert first.status == "interrupted" and 4 <= first.steps <= 6
+    monkeypatch.setattr(callbacks.Logger, "on_steps", original)
+    second = run(settings, tmp_path / "cut")
+    assert second.status == "done" and second.steps == 12
+    expected, got = arrays(whole), arrays(tmp_path / "cut")
+    assert expected.keys() == got.keys()
+    different = [name for name in expected if not np.array_equal(expected[name], got[name])]
+    assert not different
+
+
+def test_finished_run_is_not_trained_again(finished):
+    _, workdir = finished
+    with pytest.raises(UserError, match="12 steps already"):
+        run(config(training__ema=0.9, loss_scale__mode="dynamic"), workdir)
+
+
+def test_foreign_folder_is_left_alone(tmp_path):
+    (tmp_path / "precious.txt").write_text("x")
+    with pytest.raises(UserError, match="not a run's"):
+        run(config(), tmp_path)
+    assert os.listdir(tmp_path) == ["precious.txt"]
+
+
+def test_non_finite_loss_stops_the_run_and_writes_no_checkpoint(tmp_path, monkeypatch):
+    from vit_tpu.training import inputs
+
+    original = inputs.train_data
+
+    def poison(index, batch):
+        factor = tf.where(tf.equal(index, 6), float("nan"), 1.0)
+        return batch[0] * factor, batch[1]
+
+    def data(*args):
+        return original(*args).enumerate().map(poison)
+
+    monkeypatch.setattr(inputs, "train_data", data)
+    with pytest.raises(NonFiniteError, match="step 7"):
+        run(config(training__checkpoint_every=2), tmp_path / "nan")
+    found = state.newest(tmp_path / "nan" / "checkpoints")
+    assert found is not None and found[1]["step"] == 6
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_runs(precision, tmp_path):
+    summary = run(config(precision=precision, training__steps=4, training__log_every=2, training__jit=True), tmp_path / "run")
+    assert summary.applied_updates == 4 and summary.precision == precision
+    assert np.isfinite(summary.validation["loss"])
+
+
+def test_profile_window_in_steps_is_widened_to_executions_and_recorded(tmp_path, capsys):
+    run(config(training__steps=24, training__log_every=8, steps_per_execution=8, training__profile=(10, 14)), tmp_path / "run")
+    assert "steps 10 to 14 are recorded as 9 to 16" in capsys.readouterr().out
+    assert list((tmp_path / "run" / "logs").glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_profile_window_outside_the_run_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="outside this run's steps 1 to 12"):
+        run(config(training__profile=(10, 20)), tmp_path / "run")
+
+
+def test_check_numerics_names_the_operation(tmp_path, monkeypatch):
+    from vit_tpu.layers import norm
+
+    original = norm.layer_norm
+    monkeypatch.setattr(norm, "layer_norm", lambda x, *args: original(tf.math.log(x - 1e9), *args))
+    with pytest.raises(FloatingPointError, match="Log"):
+        run(config(training__check_numerics=True), tmp_path / "run")

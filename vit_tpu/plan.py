@@ -1,0 +1,165 @@
+"""Asks the real TPU compiler, on a machine without a TPU, whether a training step fits and what it costs.
+
+Examples:
+  python -m vit_tpu.plan --config=experiments/vit_G14_jft.yaml --chip=v3 --batch_per_core=32
+      fits or not, and where every byte of HBM goes
+  python -m vit_tpu.plan --config=experiments/vit_g14_jft.yaml --chip=v3,v4,v5e --batch_per_core=auto
+      the largest batch that fits on each chip
+  python -m vit_tpu.plan --set model.variant=L/16 --compare pool=map,gap,tok --cycles
+      one table, with the compiler's estimate of a step's time (minutes)
+  python -m vit_tpu.plan --config=experiments/vit_G14_jft.yaml --optimizer=adamw --advice
+      what to change until it fits, each change compiled
+
+Nothing is trained, no weight is allocated and no data are read. Times are the compiler's estimates, not measured.
+Needs the extra: pip install "vit_tpu[plan]".
+
+Exit codes: 0 it fits (or a table was made), 1 it does not fit or the compiler failed, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from vit_tpu.command import execute
+
+SHORTCUTS = {
+    "model": ("model.variant", "shape and patch size, such as S/16 or G/14"),
+    "pool": ("model.pool", "tok, gap or map"),
+    "remat": ("model.remat", "none or block"),
+    "optimizer": ("optimizer.name", "adamw, lamb, adafactor or sgd"),
+    "precision": ("precision", "float32, mixed_bfloat16 or mixed_float16"),
+    "accumulation_steps": ("training.accumulation_steps", "micro-batches a batch is cut into"),
+}
+
+
+# What is planned without --config: S/16 on 224 pixels and 1000 classes, as on a TPU.
+PLAIN: dict[str, Any] = {
+    "model": {"num_classes": 1000},
+    "data": {"source": "synthetic", "classes": 1000},
+    "training": {"epochs": 1},
+    "precision": "mixed_bfloat16",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return execute(_define, _run, __doc__, arguments)
+
+
+def _define(flags: Any, values: Any) -> None:
+    flags.DEFINE_string(
+        "config",
+        None,
+        "YAML file of an experiment; none for S/16, 224 pixels, 1000 classes, mixed_bfloat16",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string("set", [], "key=value for any key of the config; may be repeated", flag_values=values)
+    for name, (key, text) in SHORTCUTS.items():
+        flags.DEFINE_string(name, None, f"{text} ({key})", flag_values=values)
+    flags.DEFINE_string("chip", "v3", "v2, v3, v4, v5e, v5p, v6e or v7x; several with commas", flag_values=values)
+    flags.DEFINE_integer("cores", 1, "cores that train together; gradients are summed over them", flag_values=values)
+    flags.DEFINE_string(
+        "batch_per_core",
+        None,
+        "images a step on each core, or auto; default training.batch_size / cores",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_string("compare", [], "key=a,b,c: a table over the values; may be repeated", flag_values=values)
+    flags.DEFINE_boolean("cycles", False, "also the compiler's estimate of a step's time (minutes)", flag_values=values)
+    flags.DEFINE_boolean("advice", False, "if it does not fit, try changes until it does", flag_values=values)
+    flags.DEFINE_string("json", None, "also write everything to this file", flag_values=values)
+    flags.DEFINE_string("png", None, "also draw the bars to this file", flag_values=values)
+    flags.DEFINE_float("limit", 1800.0, "seconds after which a compilation is ended", flag_values=values)
+
+
+def variations(texts: list[str]) -> list[list[str]]:
+    """Returns the settings of every combination: ["pool=map,gap", "optimizer.name=lamb"] gives two lists of two.
+
+    Values that are lists themselves keep their commas inside brackets ("model.image_size=[224,224],[192,256]").
+    """
+    import itertools
+    import re
+
+    from vit_tpu.errors import UserError
+
+    groups = []
+    for text in texts:
+        key, equals, values = text.partition("=")
+        parts = [part for part in re.split(r",(?![^\[]*\])", values) if part]
+        if not equals or not parts:
+            raise UserError(f'--compare "{text}" compares nothing: write key=a,b,c, such as pool=map,gap,tok')
+        groups.append([f"{key.strip()}={part}" for part in parts])
+    return [list(combination) for combination in itertools.product(*groups)]
+
+
+def _config(path: str | None, overrides: list[str]) -> Any:
+    """Returns the config of a file, or without one that of a plain ViT on ImageNet-sized images."""
+    import yaml
+
+    from vit_tpu import config as configs
+    from vit_tpu.errors import UserError
+
+    if path is not None:
+        return configs.load_config(path, overrides)
+    config = configs.from_dict(PLAIN)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f'"{text}" sets nothing: write key=value, such as optimizer.name=lamb')
+        config = configs.replace(config, key.strip(), yaml.safe_load(value))
+    return configs.validate(config)
+
+
+def _run(values: Any) -> int:
+    import json
+
+    from vit_tpu.tpu import show, topologies
+    from vit_tpu.tpu.compiler import CompilerError
+    from vit_tpu.tpu.planner import make_plan
+
+    chips = [topologies.chip(name.strip()).name for name in values.chip.split(",")]
+    given = [
+        *values.set,
+        *(f"{key}={values[name].value}" for name, (key, _) in SHORTCUTS.items() if values[name].value is not None),
+    ]
+    combinations = variations(values.compare)
+    # Every combination is checked before the first is compiled.
+    configs = [_config(values.config, [*given, *settings]) for settings in combinations]
+    plans, labels = [], []
+    several = len(configs) * len(chips) > 1
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        for settings, config in zip(combinations, configs):
+            for chip in chips:
+                labels.append([*settings, *([chip] if len(chips) > 1 or not settings else [])])
+                if several:
+                    say(f"planning {', '.join(labels[-1])}")
+                plans.append(
+                    make_plan(
+                        config,
+                        chip,
+                        values.cores,
+                        values.batch_per_core,
+                        cycles=values.cycles,
+                        advice=values.advice and not several,
+                        limit=values.limit,
+                        say=say,
+                    )
+                )
+    except CompilerError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    print(show.comparison(plans, labels) if several else str(plans[0]))
+    if values.json:
+        with open(values.json, "w") as file:
+            json.dump([p.to_dict() for p in plans] if several else plans[0].to_dict(), file, indent=1)
+    if values.png:
+        show.picture(plans, values.png, [", ".join(label) for label in labels] if several else None)
+    return 0 if several or plans[0].fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
