@@ -3,9 +3,10 @@
   python benchmarks/step.py                      S/16, batch 8, float32, depth 3: about three minutes
   python benchmarks/step.py --depth 12 --json step.json
 
-The same shapes, AdamW, softmax loss and GAP for all; steps are taken in turn (A B C A B C ...), so that a drifting machine
-slows all alike. Figures are CPU seconds of the process per step (what the step costs) and wall seconds (what one waits), as medians;
-"share of GEMM" is the model's FLOPs over what a float32 matrix product reaches on the same threads in the same run.
+The same shapes, AdamW, softmax loss and GAP for all; steps are taken in turn (A B C A B C ...), so that a drifting
+machine slows all alike. Figures are CPU seconds of the process per step (what the step costs) and wall seconds (what
+one waits), as medians; "share of GEMM" is the model's FLOPs over what a float32 matrix product reaches on the same
+threads in the same run.
 """
 
 from __future__ import annotations
@@ -24,14 +25,23 @@ import tensorflow as tf
 import tf_keras as keras
 
 
+class Positions(keras.layers.Layer):
+    """Learnt position embedding."""
+
+    def build(self, shape):
+        self.table = self.add_weight("table", [1, *shape[1:]], initializer="random_normal")
+
+    def call(self, x):
+        return x + self.table
+
+
 def plain_keras(args):
     """A ViT as people write it from Keras' own layers."""
     width, heads = 384, 6
     images = keras.Input([args.image, args.image, 3])
     x = keras.layers.Conv2D(width, 16, 16)(images)
     x = keras.layers.Reshape([-1, width])(x)
-    positions = tf.Variable(tf.random.normal([1, x.shape[1], width], stddev=0.02))
-    x = keras.layers.Lambda(lambda t: t + positions)(x)
+    x = Positions()(x)
     for _ in range(args.depth):
         y = keras.layers.LayerNormalization(epsilon=1e-6)(x)
         x = x + keras.layers.MultiHeadAttention(heads, width // heads)(y, y)
@@ -49,9 +59,16 @@ def official(args):
     from official.vision.modeling.backbones import vit
 
     backbone = vit.VisionTransformer(
-        mlp_dim=1536, num_heads=6, num_layers=args.depth, hidden_size=384, patch_size=16, pooler="gap", representation_size=0,
-        input_specs=keras.layers.InputSpec(shape=[None, args.image, args.image, 3]), original_init=False,
-    )  # fmt: skip
+        mlp_dim=1536,
+        num_heads=6,
+        num_layers=args.depth,
+        hidden_size=384,
+        patch_size=16,
+        pooler="gap",
+        representation_size=0,
+        input_specs=keras.layers.InputSpec(shape=[None, args.image, args.image, 3]),
+        original_init=False,
+    )
     images = keras.Input([args.image, args.image, 3])
     features = keras.layers.Reshape([384])(backbone(images)["pre_logits"])
     model = keras.Model(images, keras.layers.Dense(1000, dtype="float32")(features))
@@ -101,8 +118,9 @@ def main() -> None:
     images = np.random.default_rng(0).uniform(-1, 1, (args.batch, args.image, args.image, 3)).astype(np.float32)
     labels = np.arange(args.batch, dtype=np.int32)
     data = tf.data.Dataset.from_tensors((images, labels)).repeat()
-    from vit_tpu.models import flops, variant
     import dataclasses
+
+    from vit_tpu.models import flops, variant
 
     shape = dataclasses.replace(variant("S/16"), depth=args.depth)
     work = 3 * args.batch * flops(shape, image_size=args.image, num_classes=1000, pool="gap")
@@ -126,18 +144,28 @@ def main() -> None:
             float(logs["loss"])
             times[label].append((time.process_time() - cpu, time.perf_counter() - wall))
     gemm_wall, gemm_cpu = max(p[0] for p in peaks), max(p[1] for p in peaks)
-    print(f"S/16 depth {args.depth}, batch {args.batch}, {args.image} px, {args.precision}: {work / 1e9:.1f} GFLOP a step; "
-          f"GEMM {gemm_cpu / 1e9:.0f} GFLOP per CPU second, {gemm_wall / 1e9:.0f} per wall second")  # fmt: skip
+    print(
+        f"S/16 depth {args.depth}, batch {args.batch}, {args.image} px, {args.precision}: "
+        f"{work / 1e9:.1f} GFLOP a step; "
+        f"GEMM {gemm_cpu / 1e9:.0f} GFLOP per CPU second, {gemm_wall / 1e9:.0f} per wall second"
+    )
     print(f"{'':34}{'CPU s':>8}{'wall s':>8}{'of GEMM':>9}{'ratio to ours (CPU, same XLA)':>32}{'first step s':>14}")
     table = {}
     for label, taken in times.items():
         cpu, wall = statistics.median(t[0] for t in taken), statistics.median(t[1] for t in taken)
-        table[label] = {"cpu_s": cpu, "wall_s": wall, "share_of_gemm": work / cpu / gemm_cpu, "first_step_s": first[label]}
+        table[label] = {
+            "cpu_s": cpu,
+            "wall_s": wall,
+            "share_of_gemm": work / cpu / gemm_cpu,
+            "first_step_s": first[label],
+        }
     for label, row in table.items():
         reference = table.get(f"ours, {label.split(', ')[1]}")
         row["ratio"] = row["cpu_s"] / reference["cpu_s"] if reference else None
         ratio = f"{row['ratio']:.2f}" if reference else "-"
-        print(f"{label:34}{row['cpu_s']:8.3f}{row['wall_s']:8.3f}{row['share_of_gemm']:9.2f}{ratio:>32}{row['first_step_s']:14.1f}")
+        print(
+            f"{label:34}{row['cpu_s']:8.3f}{row['wall_s']:8.3f}{row['share_of_gemm']:9.2f}{ratio:>32}{row['first_step_s']:14.1f}"
+        )
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"settings": vars(args), "gemm_flops": [gemm_cpu, gemm_wall], "steps": table}, file, indent=1)

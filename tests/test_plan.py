@@ -54,12 +54,12 @@ def test_missing_compiler_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
     assert plan.main([]) == 2
     assert capsys.readouterr().err == (
-        "error: planning needs the TPU compiler (libtpu), which is not installed: pip install \"vit_tpu[plan]\"\n"
+        'error: planning needs the TPU compiler (libtpu), which is not installed: pip install "vit_tpu[plan]"\n'
     )
 
 
 def test_help_needs_no_tensorflow():
-    code = "import sys; from vit_tpu import plan; assert plan.main(['--help']) == 0; assert 'tensorflow' not in sys.modules"
+    code = "import sys; from vit_tpu import plan; plan.main(['--help']); assert 'tensorflow' not in sys.modules"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--batch_per_core" in shown and "not measured" in shown
 

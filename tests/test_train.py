@@ -62,8 +62,17 @@ def test_label_outside_the_head_names_the_record(tmp_path, capsys):
     labels = np.zeros(20, np.int64)
     labels[13] = 7
     images = np.zeros((20, 8, 8, 1), np.uint8)
-    np.savez(tmp_path / "d.npz", train_images=images, train_labels=labels, validation_images=images, validation_labels=labels)
-    code = train.main(["--set=data.source=npz", f"--set=data.path={tmp_path / 'd.npz'}", "--set=num_classes=3", f"--workdir={tmp_path / 'r'}"])
+    np.savez(
+        tmp_path / "d.npz", train_images=images, train_labels=labels, validation_images=images, validation_labels=labels
+    )
+    code = train.main(
+        [
+            "--set=data.source=npz",
+            f"--set=data.path={tmp_path / 'd.npz'}",
+            "--set=num_classes=3",
+            f"--workdir={tmp_path / 'r'}",
+        ]
+    )
     assert code == 2
     error = capsys.readouterr().err
     assert "label 7" in error and "13" in error

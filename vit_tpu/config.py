@@ -40,6 +40,7 @@ class Model:
     scan: bool = False
     gelu: str = "tanh"
     epsilon: float = 1e-6
+    norm_position: str = "before"  # the final LayerNorm: before | after the pooling
     width: int | None = None
     depth: int | None = None
     mlp_dim: int | None = None
@@ -149,7 +150,9 @@ class Config:
     strategy: str = "auto"
     tpu: str | None = None
     workdir: str | None = None  # None: runs/<name of the config>
-    init_from: str | None = None
+    init_from: str | None = None  # weight file to start from
+    init_allow: tuple[str, ...] = ()  # globs of parameters that may start afresh, such as head/*
+    init_resize: str = "auto"  # kernel for position embeddings of another grid, see vit_tpu.load_weights
 
 
 DIGITS_MODEL: dict[str, Any] = {
@@ -222,7 +225,10 @@ def replace(config: Config, key: str, value: Any, where: str = "config") -> Conf
         known = list(hints) if section else all_keys()
         raise UserError(f'{where}: unknown key "{key}"{nearest(name, known)}')
     if name in _SECTIONS and not section:
-        raise UserError(f"{where}: {name} is a section; set one of its keys, such as {name}.{next(iter(typing.get_type_hints(_SECTIONS[name])))}")
+        raise UserError(
+            f"{where}: {name} is a section; set one of its keys, such as "
+            f"{name}.{next(iter(typing.get_type_hints(_SECTIONS[name])))}"
+        )
     checked = typed(value, hints[name], f"{where}: {section + '.' if section else ''}{name}")
     if not section:
         return dataclasses.replace(config, **{name: checked})
@@ -246,7 +252,15 @@ def validate(config: Config) -> Config:
     if (t.epochs is None) == (t.steps is None):
         given = "both" if t.steps is not None else "neither"
         raise UserError(f"training.epochs and training.steps: {given} given; say how long to train with one of them")
-    for name in ("batch_size", "epochs", "steps", "accumulation_steps", "steps_per_execution", "log_every", "max_skipped"):
+    for name in (
+        "batch_size",
+        "epochs",
+        "steps",
+        "accumulation_steps",
+        "steps_per_execution",
+        "log_every",
+        "max_skipped",
+    ):
         value = getattr(t, name)
         if value is not None and value <= 0:
             raise UserError(f"training.{name} is {value}: give a number above 0")
@@ -254,7 +268,8 @@ def validate(config: Config) -> Config:
         near = sorted({max(t.batch_size // t.accumulation_steps, 1) * t.accumulation_steps,
                        (t.batch_size // t.accumulation_steps + 1) * t.accumulation_steps})  # fmt: skip
         raise UserError(
-            f"training.batch_size {t.batch_size} does not divide into accumulation_steps {t.accumulation_steps} equal parts: "
+            f"training.batch_size {t.batch_size} does not divide into accumulation_steps "
+            f"{t.accumulation_steps} equal parts: "
             f"use {' or '.join(map(str, near))}"
         )
     if t.evaluate_ema and t.ema is None:
@@ -264,7 +279,9 @@ def validate(config: Config) -> Config:
     if config.data.source in ("folder", "npz") and not config.data.path:
         raise UserError(f"data.source={config.data.source} needs data.path: where the images are")
     if t.check_numerics and t.jit:
-        raise UserError("training.check_numerics stops at the operation that fails, which XLA cannot: leave training.jit out")
+        raise UserError(
+            "training.check_numerics stops at the operation that fails, which XLA cannot: leave training.jit out"
+        )
     if t.profile is not None and not 0 < t.profile[0] <= t.profile[1]:
         raise UserError(f"training.profile is {t.profile}: give the first and last step of the window, such as 10,20")
     return config

@@ -37,8 +37,8 @@ def choose(name: str = "auto", tpu: str | None = None) -> Devices:
     """Returns the devices a run will use.
 
     Args:
-      name: "auto" takes TPUs, else all GPUs, else the CPU; "cpu" and "gpu" one device; "mirrored" all GPUs, or all logical
-        CPU devices where there is no GPU; "tpu" the TPU named by `tpu`.
+      name: "auto" takes TPUs, else all GPUs, else the CPU; "cpu" and "gpu" one device; "mirrored" all GPUs, or all
+        logical CPU devices where there is no GPU; "tpu" the TPU named by `tpu`.
       tpu: "local" for the TPU VM this runs on, or a TPU's name or address.
 
     Raises:
@@ -52,7 +52,9 @@ def choose(name: str = "auto", tpu: str | None = None) -> Devices:
     if name == "tpu" or (name == "auto" and tpu):
         return _tpu(tpu or "local")
     if name == "gpu" and not gpus:
-        raise UserError("strategy=gpu, but TensorFlow sees no GPU here: install tensorflow[and-cuda] or choose strategy=cpu")
+        raise UserError(
+            "strategy=gpu, but TensorFlow sees no GPU here: install tensorflow[and-cuda] or choose strategy=cpu"
+        )
     if name == "mirrored":
         devices = [d.name for d in (gpus or cpus)]
         kind = "GPU" if gpus else "CPU"

@@ -36,7 +36,8 @@ class _Share(keras.metrics.Metric):
 
 @keras.utils.register_keras_serializable(package="vit_tpu")
 class Accuracy(_Share):
-    """Top-1 accuracy. With label rows [B, C] a prediction is right when its label is the row's largest or a positive one."""
+    """Top-1 accuracy. With label rows [B, C] a prediction is right when its label is the row's largest or a positive
+    one."""
 
     def __init__(self, name: str = "accuracy", **kwargs: Any):
         super().__init__(name, **kwargs)
@@ -81,7 +82,7 @@ class Count(keras.metrics.Metric):
         self.examples.assign_add(_count(tf.cast(weights, tf.float32) > 0))
 
     def result(self) -> tf.Tensor:
-        return self.examples.read_value()
+        return tf.identity(self.examples)  # on replicas: the sum, which read_value() does not know here
 
 
 def _count(hits: tf.Tensor) -> tf.Tensor:

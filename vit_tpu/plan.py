@@ -115,7 +115,7 @@ def _run(values: Any) -> int:
 
     from vit_tpu.tpu import show, topologies
     from vit_tpu.tpu.compiler import CompilerError
-    from vit_tpu.tpu.planner import make_plan
+    from vit_tpu.tpu.planner import make_plans
 
     chips = [topologies.chip(name.strip()).name for name in values.chip.split(",")]
     given = [
@@ -133,22 +133,19 @@ def _run(values: Any) -> int:
 
     try:
         for settings, config in zip(combinations, configs):
-            for chip in chips:
-                labels.append([*settings, *([chip] if len(chips) > 1 or not settings else [])])
-                if several:
-                    say(f"planning {', '.join(labels[-1])}")
-                plans.append(
-                    make_plan(
-                        config,
-                        chip,
-                        values.cores,
-                        values.batch_per_core,
-                        cycles=values.cycles,
-                        advice=values.advice and not several,
-                        limit=values.limit,
-                        say=say,
-                    )
-                )
+            if settings:
+                say(f"planning {', '.join(settings)}")
+            plans += make_plans(
+                config,
+                chips,
+                values.cores,
+                values.batch_per_core,
+                cycles=values.cycles,
+                advice=values.advice and not several,
+                limit=values.limit,
+                say=say,
+            )
+            labels += [[*settings, *([chip] if len(chips) > 1 or not settings else [])] for chip in chips]
     except CompilerError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

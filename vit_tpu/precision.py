@@ -24,9 +24,7 @@ def check(policy: str) -> str:
             f'precision "{policy}" would keep the weights themselves in {policy}, where small updates '
             f'are rounded away; use "mixed_{policy}" (float32 weights, {policy} arithmetic)'
         )
-    raise UserError(
-        f'unknown precision "{policy}"{nearest(policy, POLICIES)}; choose one of {", ".join(POLICIES)}'
-    )
+    raise UserError(f'unknown precision "{policy}"{nearest(policy, POLICIES)}; choose one of {", ".join(POLICIES)}')
 
 
 @contextlib.contextmanager
@@ -59,9 +57,7 @@ def explain() -> tuple[str, str]:
     if gpus:
         details = tf.config.experimental.get_device_details(gpus[0])
         return for_gpu(details.get("compute_capability"))
-    return "float32", (
-        "CPUs without bfloat16 units emulate it: slower with XLA, many times slower without"
-    )
+    return "float32", ("CPUs without bfloat16 units emulate it: slower with XLA, many times slower without")
 
 
 def for_gpu(capability: tuple[int, int] | None) -> tuple[str, str]:

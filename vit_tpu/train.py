@@ -5,7 +5,8 @@ Examples:
       the embedded digits: a small ViT to 98 % in about a minute on a CPU
   python -m vit_tpu.train --config=experiments/cifar10.yaml --set data.path=/data/cifar10
       an experiment file with one key changed
-  python -m vit_tpu.train --config=experiments/cifar10.yaml --optimizer=lamb --precision=mixed_bfloat16 --workdir=runs/lamb
+  python -m vit_tpu.train --config=experiments/cifar10.yaml --optimizer=lamb --precision=mixed_bfloat16
+  --workdir=runs/lamb
       flags win over the file, the file over the defaults
   python -m vit_tpu.train --workdir=runs/lamb ...
       the same command again continues a run that was interrupted
@@ -51,13 +52,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _define(flags: Any, values: Any) -> None:
     flags.DEFINE_string("config", None, "YAML file of an experiment; none for the embedded digits", flag_values=values)
-    flags.DEFINE_string("workdir", None, "folder of the run; default runs/<data>, or the next free name", flag_values=values)
+    flags.DEFINE_string(
+        "workdir", None, "folder of the run; default runs/<data>, or the next free name", flag_values=values
+    )
     flags.DEFINE_multi_string("set", [], "key=value for any key of the config; may be repeated", flag_values=values)
     for name, (key, text) in SHORTCUTS.items():
         flags.DEFINE_string(name, None, f"{text} ({key})", flag_values=values)
-    flags.DEFINE_boolean("jit", None, "compile the step with XLA; default: on for GPUs (training.jit)", flag_values=values)
-    flags.DEFINE_boolean("check_numerics", False, "stop at the operation that gives a NaN (training.check_numerics)", flag_values=values)
-    flags.DEFINE_boolean("deterministic", False, "the same bits in every run (training.deterministic)", flag_values=values)
+    flags.DEFINE_boolean(
+        "jit", None, "compile the step with XLA; default: on for GPUs (training.jit)", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "check_numerics", False, "stop at the operation that gives a NaN (training.check_numerics)", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "deterministic", False, "the same bits in every run (training.deterministic)", flag_values=values
+    )
     flags.DEFINE_boolean("dry_run", False, "print what would run, and stop", flag_values=values)
     flags.DEFINE_string("json", None, "also write the summary to this file", flag_values=values)
 

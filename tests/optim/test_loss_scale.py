@@ -126,13 +126,14 @@ def test_growth_stops_while_the_reciprocal_is_still_exact():
     assert apply(optimizer, weight, strategy, "eager", [1] * 3) == [2**24] * 3
 
 
-def test_the_callers_verdict_counts_as_not_finite():
+def test_the_callers_verdict_decides_and_without_one_the_gradients_are_looked_at():
     weight, optimizer = build(tf.distribute.get_strategy(), initial_scale=8)
     optimizer.apply_gradients([(tf.ones([2]), weight)], ok=tf.constant(False))
     np.testing.assert_array_equal(weight.numpy(), [1, 2])
     assert float(optimizer.loss_scale) == 4
-    optimizer.apply_gradients([(tf.fill([2], np.nan), weight)], ok=tf.constant(True))
+    optimizer.apply_gradients([(tf.fill([2], np.nan), weight)])
     np.testing.assert_array_equal(weight.numpy(), [1, 2])
+    assert float(optimizer.loss_scale) == 2
 
 
 def test_schedule_and_bias_correction_follow_applied_updates():

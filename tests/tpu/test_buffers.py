@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_tpu.tpu import buffers
+from vit_tpu.tpu import buffers, program
 
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 524288, page 0, parameter 0, shape |f32[512,256]| at ShapeIndex {}:
@@ -75,3 +75,31 @@ def test_raw_bytes_are_elements_times_width():
     assert buffers.raw_bytes("bf16[64,6,196,196]{2,3,1,0:T(8,128)(2,1)}") == 2 * 64 * 6 * 196 * 196
     assert buffers.raw_bytes("(f32[8], f32[8])") == 0
     assert buffers.raw_bytes("pred[]") == 1
+
+
+def test_what_a_loop_holds_is_alive_through_the_loop():
+    text = """ENTRY %e (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %stack = f32[8]{0} broadcast(%zero)
+  %fixed = f32[8]{0} copy(%x)
+  %start = (s32[], f32[8]{0}, f32[8]{0}) tuple(%zero, %stack, %fixed)
+  %loop = (s32[], f32[8]{0}, f32[8]{0}) while(%start), condition=%c, body=%b
+  ROOT %end = f32[8]{0} get-tuple-element(%loop), index=1
+}
+
+%b (a: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {
+  %a = (s32[], f32[8]{0}, f32[8]{0}) parameter(0)
+  %same = f32[8]{0} get-tuple-element(%a), index=2
+  %write = f32[8]{0} fusion(%same), kind=kLoop
+  ROOT %out = (s32[], f32[8]{0}, f32[8]{0}) tuple(%zero.1, %write, %same)
+}
+
+%c (a.1: (s32[], f32[8], f32[8])) -> pred[] {
+  ROOT %a.1 = (s32[], f32[8]{0}, f32[8]{0}) parameter(0)
+}
+"""
+    ranges = {"stack{}": (2, 5), "write{}": (17, 20), "fixed{}": (3, 5), "loop{1}": (20, 40), "loop{2}": (20, 20)}
+    found = buffers.with_loops(ranges, program.parse(text))
+    # The stack lies where each round writes it: from before the loop to the last use of the loop's result.
+    assert found["write{}"] == (2, 40)

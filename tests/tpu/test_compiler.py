@@ -1,6 +1,7 @@
 """The compiler's process: what it is asked, what its failures become, what is kept. No libtpu is needed here."""
 
 import os
+import pathlib
 import stat
 import sys
 import time
@@ -12,8 +13,8 @@ from vit_tpu.tpu import compiler, pjrt, topologies
 
 V3 = topologies.chip("v3")
 OOM = (
-    "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (41.89G) exceeds "
-    "available HBM (15.48G). HLO module: step."
+    "E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (41.89G) "
+    "exceeds available HBM (15.48G). HLO module: step."
 )
 
 
@@ -106,8 +107,8 @@ def test_unknown_chip_lists_the_known_ones():
 
 
 def test_compile_options_are_the_bytes_protobuf_would_write():
-    # CompileOptionsProto{executable_build_options{num_replicas: 2, num_partitions: 1, device_assignment{replica_count: 2,
-    # computation_count: 1, computation_devices{replica_device_ids: [0, 1]}}}}, written out by hand.
+    # CompileOptionsProto{executable_build_options{num_replicas: 2, num_partitions: 1, device_assignment{
+    # replica_count: 2, computation_count: 1, computation_devices{replica_device_ids: [0, 1]}}}}, by hand.
     assignment = bytes([8, 2, 16, 1, 26, 4, 10, 2, 0, 1])
     build = bytes([32, 2, 40, 1, 74, len(assignment)]) + assignment
     assert pjrt.compile_options(2) == bytes([26, len(build)]) + build
@@ -118,3 +119,9 @@ def test_the_compiler_gets_no_lock_and_no_logs_of_others(tmp_path):
     found = compiler._environment(tmp_path)
     assert found["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1" and found["TMPDIR"] == str(tmp_path)
     assert str(os.path.dirname(os.path.dirname(compiler.__file__))).rpartition("/")[0] in found["PYTHONPATH"]
+
+
+def test_the_version_that_was_tested_is_the_version_that_is_installed_for_users():
+    root = pathlib.Path(__file__).parents[2]
+    assert f"libtpu=={compiler.TESTED_LIBTPU}\n" in (root / "setup.cfg").read_text()
+    assert f"libtpu=={compiler.TESTED_LIBTPU}\n" in (root / "constraints.txt").read_text()

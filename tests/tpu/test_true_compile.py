@@ -1,4 +1,4 @@
-"""The real compiler on a tiny model: the one test that fails when an upgrade of TensorFlow or libtpu breaks the path."""
+"""The real compiler on a tiny model: what fails when an upgrade of TensorFlow or libtpu breaks the path."""
 
 import importlib.util
 import json
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
 )
 BATCH = 8
 TINY = {
-    "model": {"variant": "Ti/4", "image_size": 32, "depth": 2, "width": 128, "mlp_dim": 256, "num_heads": 2, "pool": "gap",
-              "num_classes": 100},
+    "model": {"variant": "Ti/4", "image_size": 32, "depth": 2, "width": 128, "mlp_dim": 256, "num_heads": 2,
+              "pool": "gap", "num_classes": 100},
     "data": {"source": "synthetic", "classes": 100},
     "optimizer": {"name": "lamb"},
     "training": {"steps": 100, "batch_size": BATCH, "ema": 0.999},
@@ -99,6 +99,14 @@ def test_model_that_does_not_fit_is_an_answer(cache):
     assert not found.fits and found.memory.total > topologies.chip("v3").hbm_bytes
     assert found.memory.available == topologies.chip("v3").hbm_bytes == pytest.approx(15.48 * 2**30, rel=1e-6)
     assert "DOES NOT FIT" in str(found)
+
+
+def test_eight_cores_sum_their_gradients_inside_the_program(plan, cache):
+    found = planner.make_plan(configs.from_dict(TINY), "v3", cores=8, batch_per_core=BATCH, cache=cache)
+    assert found.cores == 8 and found.fits
+    texts = [compiler._read(kept).optimized for kept in cache.glob("*.memory.json")]
+    assert any("all-reduce(" in text and "replica_groups={{0,1,2,3,4,5,6,7}}" in text for text in texts)
+    assert found.memory.parts["parameters"] == plan.memory.parts["parameters"]
 
 
 def test_command_writes_table_json_and_picture(plan, cache, tmp_path, capsys, monkeypatch):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import yaml
+from tiny_run import config
 
-from vit_tpu import UserError, config as configs, run
+from vit_tpu import UserError, run
+from vit_tpu import config as configs
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.training import callbacks, state
-
-from tiny_run import config
 
 
 def arrays(workdir):
@@ -125,13 +125,18 @@ def test_non_finite_loss_stops_the_run_and_writes_no_checkpoint(tmp_path, monkey
 
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_runs(precision, tmp_path):
-    summary = run(config(precision=precision, training__steps=4, training__log_every=2, training__jit=True), tmp_path / "run")
+    summary = run(
+        config(precision=precision, training__steps=4, training__log_every=2, training__jit=True), tmp_path / "run"
+    )
     assert summary.applied_updates == 4 and summary.precision == precision
     assert np.isfinite(summary.validation["loss"])
 
 
 def test_profile_window_in_steps_is_widened_to_executions_and_recorded(tmp_path, capsys):
-    run(config(training__steps=24, training__log_every=8, steps_per_execution=8, training__profile=(10, 14)), tmp_path / "run")
+    run(
+        config(training__steps=24, training__log_every=8, steps_per_execution=8, training__profile=(10, 14)),
+        tmp_path / "run",
+    )
     assert "steps 10 to 14 are recorded as 9 to 16" in capsys.readouterr().out
     assert list((tmp_path / "run" / "logs").glob("plugins/profile/*/*.xplane.pb"))
 
@@ -148,3 +153,22 @@ def test_check_numerics_names_the_operation(tmp_path, monkeypatch):
     monkeypatch.setattr(norm, "layer_norm", lambda x, *args: original(tf.math.log(x - 1e9), *args))
     with pytest.raises(FloatingPointError, match="Log"):
         run(config(training__check_numerics=True), tmp_path / "run")
+
+
+def test_run_starts_from_a_weight_file_with_a_fresh_head(tmp_path):
+    import vit_tpu
+
+    settings = {"variant": "Ti/2", "image_size": 8, "channels": 1, "num_classes": 4, "pool": "gap"}
+    source = vit_tpu.ViT(**settings, width=16, depth=1, mlp_dim=32, num_heads=2)
+    vit_tpu.save_weights(source, str(tmp_path / "w.npz"))
+    with pytest.raises(UserError, match="head"):
+        run(config(init_from=str(tmp_path / "w.npz")), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+    fresh = {"init_from": str(tmp_path / "w.npz"), "init_allow": ("head/*",), "learning_rate": 0.0, "training__ema": None}
+    run(config(**fresh, training__steps=2), tmp_path / "run")
+    trained = arrays(tmp_path / "run")
+    for parameter in source.parameters():
+        if not parameter.path.startswith("head/"):
+            np.testing.assert_array_equal(parameter.variable.numpy(), trained[f"parameters/{parameter.path}"])
+    report = json.loads((tmp_path / "run" / "init_report.json").read_text())
+    assert "head/kernel" in report["new"] and report["sha256"]

@@ -1,8 +1,8 @@
 """Lengths and intervals of a run."""
 
-from vit_tpu.training import schedule
-
 from tiny_run import config
+
+from vit_tpu.training import schedule
 
 
 def test_epochs_are_rounded_once_over_the_run():

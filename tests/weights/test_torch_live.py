@@ -41,6 +41,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PYTHON is None, reason="torch, timm and transformers are not here (VIT_TPU_TORCH_PYTHON)")
 def test_pytorch_computes_our_outputs_from_exported_models(tmp_path):
     for seed, (name, settings) in enumerate(CASES.items()):

@@ -1,7 +1,7 @@
 """What every layer here shares: weights in one flat dict, arithmetic that takes that dict.
 
-`forward(params, x)` is a pure function of its weights, so the same code runs on a layer's own variables (`call`), on one
-slice of weights stacked over depth (scan) and on weights handed through a recomputation (remat).
+`forward(params, x)` is a pure function of its weights, so the same code runs on a layer's own variables (`call`), on
+one slice of weights stacked over depth (scan) and on weights handed through a recomputation (remat).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ParamLayer(keras.layers.Layer):
     """A Keras layer whose weights are described by specs and used by `forward(params, x, ...)`.
 
     Variables are float32 under every policy and are read without autocast: arithmetic that follows the policy casts
-    explicitly (to `self.compute_dtype`), so a float32 island cannot be rounded on its way in. `params` holds the layer's own
-    weights and those of its children, by path.
+    explicitly (to `self.compute_dtype`), so a float32 island cannot be rounded on its way in. `params` holds the
+    layer's own weights and those of its children, by path.
     """
 
     built: bool

@@ -20,15 +20,26 @@ class Block(base.ParamLayer):
       width, num_heads, mlp_dim: D, H and the hidden size.
       dropout: rate after the attention, inside the MLP and after it.
       drop_path: rate at which an example skips each of the two branches.
-      layer_scale: initial value of a learnt factor per channel on each branch (arXiv 2103.17239), or None for no factor.
+      layer_scale: initial value of a learnt factor per channel on each branch (arXiv 2103.17239), or None for no
+        factor.
       gelu: "tanh" or "erf".
       epsilon: of the LayerNorms.
       remat: whether the block's intermediates are computed again for the gradient instead of kept.
     """
 
     def __init__(
-        self, width: int, num_heads: int, mlp_dim: int, *, dropout: float = 0.0, drop_path: float = 0.0,
-        layer_scale: float | None = None, gelu: str = "tanh", epsilon: float = 1e-6, remat: bool = False, **kwargs: Any,
+        self,
+        width: int,
+        num_heads: int,
+        mlp_dim: int,
+        *,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        gelu: str = "tanh",
+        epsilon: float = 1e-6,
+        remat: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(**kwargs)
         self.width, self.dropout, self.drop_path = width, dropout, drop_path
@@ -63,7 +74,12 @@ class Block(base.ParamLayer):
         return remat.rematerialised(function, params, x, seed)
 
     def forward(
-        self, params: base.Params, x: tf.Tensor, *, seed: tf.Tensor | None = None, drop_path: Any = 0.0,
+        self,
+        params: base.Params,
+        x: tf.Tensor,
+        *,
+        seed: tf.Tensor | None = None,
+        drop_path: Any = 0.0,
         record: dict[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
         """Returns [B, N, D] in the dtype of `x`.
@@ -110,8 +126,8 @@ class Block(base.ParamLayer):
 def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | None, rates: list[float]) -> tf.Tensor:
     """Runs `depth` blocks whose weights are stacked along axis 0, in one loop: the block is traced and compiled once.
 
-    Only each block's input is kept; the backward loop computes the rest again. Weights are sliced behind a barrier, since
-    XLA would otherwise cast the whole stack to the compute dtype before the loop and keep that copy.
+    Only each block's input is kept; the backward loop computes the rest again. Weights are sliced behind a barrier,
+    since XLA would otherwise cast the whole stack to the compute dtype before the loop and keep that copy.
 
     Args:
       block: a Block made with `create_weights(stack=depth)`.

@@ -46,9 +46,7 @@ def drop_path(x: tf.Tensor, rate: float | tf.Tensor, seed: tf.Tensor | None) -> 
 
 
 def _keep(x: tf.Tensor, shape, rate: float | tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    bits = tf.random.stateless_uniform(
-        shape, seed, minval=None, maxval=None, dtype=tf.int32, alg=ALGORITHM
-    )
+    bits = tf.random.stateless_uniform(shape, seed, minval=None, maxval=None, dtype=tf.int32, alg=ALGORITHM)
     keep = tf.cast(bits, tf.float32) >= (rate - 0.5) * 2.0**32
     scale = tf.where(keep, 1.0 / (1.0 - rate), 0.0)
     return x * tf.cast(scale, x.dtype)

@@ -22,7 +22,8 @@ def grid_of(image_size: tuple[int, int], patch_size: int) -> tuple[int, int]:
             below = side // patch_size * patch_size
             near = " or ".join(str(size) for size in (below, below + patch_size) if size > 0)
             raise UserError(
-                f"image size {image_size[0]}x{image_size[1]} does not divide by patch size {patch_size}: use {near} for {side}"
+                f"image size {image_size[0]}x{image_size[1]} does not divide by patch size "
+                f"{patch_size}: use {near} for {side}"
             )
     return image_size[0] // patch_size, image_size[1] // patch_size
 

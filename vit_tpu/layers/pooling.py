@@ -12,11 +12,13 @@ from vit_tpu.layers.norm import LayerNorm
 
 
 class MapPool(base.ParamLayer):
-    """MAP head (Lee et al., arXiv 1810.00825; section 3.2 of arXiv 2106.04560): attention from a learnt probe, then x + MLP(LN(x)).
+    """MAP head (Lee et al., arXiv 1810.00825; section 3.2 of arXiv 2106.04560): attention from a learnt probe, then
+    x + MLP(LN(x)).
 
-    There is no residual around the attention and no LayerNorm before it, as in big_vision. With a single query the key and
-    value projections fold into the probe and the output: (x K) q = x (K q) and p (x V) = (p x) V. The result is the same and
-    no [B, N, D] key or value array exists.
+    There is no residual around the attention and no LayerNorm before it, as in big_vision. With a single query the
+    key and
+    value projections fold into the probe and the output: (x K) q = x (K q) and p (x V) = (p x) V. The result is the
+    same and no [B, N, D] key or value array exists.
 
     Args:
       width: D of the tokens.
@@ -25,7 +27,9 @@ class MapPool(base.ParamLayer):
       gelu, epsilon: as in the encoder.
     """
 
-    def __init__(self, width: int, num_heads: int, mlp_dim: int, gelu: str = "tanh", epsilon: float = 1e-6, **kwargs: Any):
+    def __init__(
+        self, width: int, num_heads: int, mlp_dim: int, gelu: str = "tanh", epsilon: float = 1e-6, **kwargs: Any
+    ):
         kwargs["dtype"] = "float32"
         super().__init__(**kwargs)
         attention.check_heads(width, num_heads)
@@ -61,8 +65,8 @@ class MapPool(base.ParamLayer):
         query = tf.einsum("d,dhk->hk", probe, w["query/kernel"]) + w["query/bias"]
         query = query * (self.width // self.num_heads) ** -0.5
         look = tf.einsum("dhk,hk->hd", w["key/kernel"], query)
-        # The key bias adds the same number to every token's logit, so the softmax does not depend on it; it stays in the
-        # sum so that its gradient (zero) exists and the arithmetic is the reference's.
+        # The key bias adds the same number to every token's logit, so the softmax does not depend on it; it stays in
+        # the sum so that its gradient (zero) exists and the arithmetic is the reference's.
         logits = tf.einsum("bnd,hd->bhn", x, look) + tf.reduce_sum(w["key/bias"] * query, -1)[None, :, None]
         return tf.nn.softmax(logits)
 

@@ -48,7 +48,12 @@ class PositionsAndTokens(base.ParamLayer):
     """
 
     def __init__(
-        self, grid: tuple[int, int], width: int, posemb: str = "learn", class_token: bool = False, registers: int = 0,
+        self,
+        grid: tuple[int, int],
+        width: int,
+        posemb: str = "learn",
+        class_token: bool = False,
+        registers: int = 0,
         **kwargs: Any,
     ):
         super().__init__(**kwargs)

@@ -56,12 +56,15 @@ class Counters(tf.Module):
         self.bad_step.assign(tf.where(bad, step, self.bad_step.read_value()))
         self.bad_gradient.assign(tf.where(skipped, first, self.bad_gradient.read_value()))
         self.skipped.assign_add(tf.cast(skipped, tf.int64))
-        self.in_a_row.assign(tf.where(ok, tf.zeros([], tf.int64), self.in_a_row.read_value() + tf.cast(skipped, tf.int64)))
+        self.in_a_row.assign(
+            tf.where(ok, tf.zeros([], tf.int64), self.in_a_row.read_value() + tf.cast(skipped, tf.int64))
+        )
         self.steps.assign(step)
 
     def values(self) -> dict[str, int]:
         return {
-            name: int(getattr(self, name).numpy()) for name in ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
+            name: int(getattr(self, name).numpy())
+            for name in ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
         }
 
 
@@ -75,8 +78,8 @@ class StepGuard(keras.callbacks.Callback):
     """Raises NonFiniteError when the step has latched on a non-finite loss or skipped too many steps in a row.
 
     Args:
-      every: executions between two looks; a look waits for the device. Nothing is lost by looking late, since the latched
-        step changes no weight.
+      every: executions between two looks; a look waits for the device. Nothing is lost by looking late, since the
+        latched step changes no weight.
     """
 
     def __init__(self, every: int = 20):
@@ -111,14 +114,16 @@ def check(model: Any) -> None:
         scale = getattr(model.optimizer, "loss_scale", None)
         at = f" at loss scale {float(scale):g}" if scale is not None else ""
         raise NonFiniteError(
-            f"{values['in_a_row']} steps in a row{at} had a gradient that is not finite, first in {where}; no weight has "
+            f"{values['in_a_row']} steps in a row{at} had a gradient that is not finite, first in "
+            f"{where}; no weight has "
             "changed since. Lower the learning rate, or train in mixed_bfloat16, whose range is float32's"
         )
 
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raises a UserError of code that Keras or AutoGraph called as it was written: they would change its type or add lines."""
+    """Raises a UserError of code that Keras or AutoGraph called as it was written: they would change its type or add
+    lines."""
     handled = sys.exc_info()[1]  # what the caller is dealing with is not the cause of what fails in here
     try:
         yield
@@ -140,4 +145,6 @@ def refuse_useless(callbacks: list[Any]) -> None:
         if package == "keras":
             raise UserError(f"callback {name} belongs to the package keras (Keras 3); pass its tf_keras counterpart")
         if isinstance(callback, keras.callbacks.ReduceLROnPlateau | keras.callbacks.LearningRateScheduler):
-            raise UserError(f"{name} has no effect on a scheduled learning rate: give the optimizer a schedule of vit_tpu.optim")
+            raise UserError(
+                f"{name} has no effect on a scheduled learning rate: give the optimizer a schedule of vit_tpu.optim"
+            )

@@ -1,8 +1,9 @@
 """The training step: the one place where loss, scaling, accumulation, averaging, clipping and update meet.
 
-scaled loss -> gradients of each micro-batch -> sum over micro-batches and replicas -> unscale and divide by the number of
-examples -> finite check -> clip by global norm -> update -> EMA. A step whose gradient is not finite changes no weight, no
-optimizer state and no schedule. After a non-finite loss no later step changes anything, until the caller looks.
+scaled loss -> gradients of each micro-batch -> sum over micro-batches and replicas -> unscale and divide by the
+number of examples -> finite check -> clip by global norm -> update -> EMA. A step whose gradient is not finite
+changes no weight, no optimizer state and no schedule. After a non-finite loss no later step changes anything, until
+the caller looks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from vit_tpu.optim.base import GroupedOptimizer
 from vit_tpu.optim.build import build
 from vit_tpu.optim.ema import Ema
 from vit_tpu.optim.loss_scale import LossScale
-
 
 # AutoGraph would read and rewrite the source of everything below: slower to trace, and nothing here needs it.
 _as_written = tf.autograph.experimental.do_not_convert
@@ -56,8 +56,9 @@ class StepModel(keras.Model):
           accumulation_steps: micro-batches a batch is cut into, inside the compiled step.
           ema: decay of a float32 moving average of the weights, or None.
           steps_per_execution: steps between two returns to Python.
-          jit_compile: XLA for the whole step on one device, for forward and backward on several (TensorFlow cannot compile a
-            step whose variables live on other devices); None chooses: on for GPUs, off on CPU and TPU (which always compiles).
+          jit_compile: XLA for the whole step on one device, for forward and backward on several (TensorFlow cannot
+            compile a step whose variables live on other devices); None chooses: on for GPUs, off on CPU and TPU
+            (which always compiles).
           seed: start of dropout and stochastic depth.
           freeze: globs of parameter paths that are not trained ("embedding/*", or "body").
           layer_decay: factor on the learning rate from each block to the one before it, or None.
@@ -67,7 +68,9 @@ class StepModel(keras.Model):
         Raises:
           UserError: what cannot work together; says what would.
         """
-        _check_positive(accumulation_steps=accumulation_steps, steps_per_execution=steps_per_execution, max_skipped=max_skipped)
+        _check_positive(
+            accumulation_steps=accumulation_steps, steps_per_execution=steps_per_execution, max_skipped=max_skipped
+        )
         self.compiled: dict[str, Any] = {
             "grad_clip_norm": grad_clip_norm, "accumulation_steps": accumulation_steps, "ema": ema, "seed": seed,
             "steps_per_execution": steps_per_execution, "jit_compile": jit_compile, "freeze": list(freeze),
@@ -113,7 +116,9 @@ class StepModel(keras.Model):
 
     def fit(self, *args: Any, callbacks: Any = None, **kwargs: Any) -> keras.callbacks.History:
         """Keras' `fit`, which stops with an error on a non-finite loss or when every step is skipped."""
-        callbacks = list(callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or [])
+        callbacks = list(
+            callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks or []
+        )
         guard.refuse_useless(callbacks)
         if not any(isinstance(callback, guard.StepGuard) for callback in callbacks):
             callbacks.append(guard.StepGuard())
@@ -135,13 +140,20 @@ class StepModel(keras.Model):
             return super().__call__(*args, **kwargs)
 
     @property
+    def inner_optimizer(self) -> GroupedOptimizer:
+        """The optimizer itself, without its loss scale."""
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "inner_optimizer", optimizer)
+
+    @property
     def metrics(self) -> list[keras.metrics.Metric]:
         # Keras' own container would reshape labels and ignore the weights of padding.
         return [self.loss_tracker, self.examples, *self.step_metrics] if self._is_compiled else []
 
     @_as_written
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
-        """One step on a batch (images [B, H, W, C], labels[, weights [B]]); returns the metrics and the step's own figures."""
+        """One step on a batch (images [B, H, W, C], labels[, weights [B]]); returns the metrics and the step's own
+        figures."""
         images, labels, weights = _unpack(data)
         optimizer, counters = self.optimizer, self.counters
         scale = optimizer.loss_scale if isinstance(optimizer, LossScale) else None
@@ -174,7 +186,8 @@ class StepModel(keras.Model):
         if self.averages is not None:
             self.averages.update(ok)
         counters.update(loss, ok, squares)
-        # Every replica holds the global loss; each adds its own share of the weight so that the sum over replicas is right.
+        # Every replica holds the global loss; each adds its own share of the weight so that the sum over replicas is
+        # right.
         self.loss_tracker.update_state(tf.where(tf.math.is_finite(loss), loss, 0.0), tf.reduce_sum(weights))
         for metric in self.step_metrics:
             metric.update_state(labels, logits, weights)
@@ -183,7 +196,8 @@ class StepModel(keras.Model):
 
     @_as_written
     def _gradients(self, images: Any, labels: Any, weights: Any, scale: Any, seed: tf.Tensor) -> tuple:
-        """Returns gradients of the scaled loss sum / static batch, the loss sum, the example count and the logits [B, C]."""
+        """Returns gradients of the scaled loss sum / static batch, the loss sum, the example count and the logits
+        [B, C]."""
         micro = self.compiled["accumulation_steps"]
         batch = _static_batch(images)
         if batch % micro:
@@ -201,7 +215,9 @@ class StepModel(keras.Model):
         def body(i, sums, total, count, outputs):
             image, label, weight = (part[i] for part in parts)
             part_seed = drop.fold(seed, i + 1)
-            gradients, part_total, part_count, logits = self._micro_gradients(image, label, weight, scale, part_seed, batch)
+            gradients, part_total, part_count, logits = self._micro_gradients(
+                image, label, weight, scale, part_seed, batch
+            )
             sums = [a + b for a, b in zip(sums, gradients)]
             return i + 1, sums, total + part_total, count + part_count, outputs.write(i, logits)
 
@@ -278,7 +294,8 @@ def _accept_optimizer(optimizer: Any, policy: str) -> Any:
         package = type(optimizer).__module__.split(".")[0]
         whose = " of Keras 3" if package == "keras" else ""
         raise UserError(
-            f"optimizer {type(optimizer).__name__}{whose} is not one of vit_tpu.optim (LAMB, Adafactor, AdamW, SGD, LossScale); "
+            f"optimizer {type(optimizer).__name__}{whose} is not one of vit_tpu.optim (LAMB, Adafactor, "
+            "AdamW, SGD, LossScale); "
             "others would count skipped updates and have no head and body decay"
         )
     if policy == "mixed_float16" and not isinstance(optimizer, LossScale):

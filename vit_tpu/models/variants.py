@@ -65,10 +65,17 @@ def variant(name: str) -> Variant:
 
 
 def flops(
-    shape: Variant, *, image_size: int | tuple[int, int], num_classes: int = 0, pool: str = "map", channels: int = 3,
-    registers: int = 0, representation_size: int | None = None,
+    shape: Variant,
+    *,
+    image_size: int | tuple[int, int],
+    num_classes: int = 0,
+    pool: str = "map",
+    channels: int = 3,
+    registers: int = 0,
+    representation_size: int | None = None,
 ) -> int:
-    """Returns the FLOPs of one image's forward pass, counted as the paper does: two per multiply-accumulate of the matrix products.
+    """Returns the FLOPs of one image's forward pass, counted as the paper does: two per multiply-accumulate of the
+    matrix products.
 
     A training step costs three times that. Sides that do not divide by the patch size count whole patches only, as the
     paper's figures do.

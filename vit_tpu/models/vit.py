@@ -71,8 +71,9 @@ class Representation(base.ParamLayer):
 class ViT(StepModel):
     """Vision Transformer: `model(images)` gives logits, `model.encode(images)` tokens.
 
-    Weights are float32. Under `mixed_bfloat16` and `mixed_float16` the patch embedding, the projections, the MLPs and the residual
-    stream follow the policy; attention logits and softmax, every LayerNorm, the pooling and the head stay float32.
+    Weights are float32. Under `mixed_bfloat16` and `mixed_float16` the patch embedding, the projections, the MLPs
+    and the residual stream follow the policy; attention logits and softmax, every LayerNorm, the pooling and the
+    head stay float32.
 
     Args:
       variant: a name such as "S/16" or "G/14" (see `models.VARIANTS`).
@@ -99,12 +100,28 @@ class ViT(StepModel):
     """
 
     def __init__(
-        self, variant: str = "S/16", *, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, pool: str = "map",
-        posemb: str = "learn", channels: int = 3, registers: int = 0, dropout: float = 0.0, drop_path: float = 0.0,
-        layer_scale: float | None = None, head_bias_init: float = 0.0, representation_size: int | None = None,
-        remat: str = "none", scan: bool = False, gelu: str = "tanh", epsilon: float = 1e-6,
-        norm_position: str = "before", name: str | None = None, **overrides: Any,
-    ):  # fmt: skip
+        self,
+        variant: str = "S/16",
+        *,
+        image_size: int | tuple[int, int] = 224,
+        num_classes: int = 1000,
+        pool: str = "map",
+        posemb: str = "learn",
+        channels: int = 3,
+        registers: int = 0,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        layer_scale: float | None = None,
+        head_bias_init: float = 0.0,
+        representation_size: int | None = None,
+        remat: str = "none",
+        scan: bool = False,
+        gelu: str = "tanh",
+        epsilon: float = 1e-6,
+        norm_position: str = "before",
+        name: str | None = None,
+        **overrides: Any,
+    ):
         super().__init__(name=name or "vit")
         shape = override(variants.variant(variant), overrides)
         size = (image_size, image_size) if isinstance(image_size, int) else (image_size[0], image_size[1])
@@ -192,10 +209,14 @@ class ViT(StepModel):
         return self._head(self.encode(images, training=training, seed=seed))
 
     def encode(
-        self, images: tf.Tensor, training: bool = False, seed: tf.Tensor | None = None,
+        self,
+        images: tf.Tensor,
+        training: bool = False,
+        seed: tf.Tensor | None = None,
         record: dict[str, tf.Tensor] | None = None,
     ) -> tf.Tensor:
-        """Returns the tokens after the final LayerNorm: float32 [B, prefix + N, D], the class token and registers first.
+        """Returns the tokens after the final LayerNorm: float32 [B, prefix + N, D], the class token and registers
+        first.
 
         With norm_position="after" they are what the pooling reads: not yet normalised.
 
@@ -270,8 +291,10 @@ class ViT(StepModel):
         expected = (*self.image_size, self.channels)
         if tuple(images.shape[1:]) != expected:
             raise UserError(
-                f"images of shape {tuple(images.shape)} do not fit a model built for [B, {', '.join(map(str, expected))}]: "
-                f"resize them, or build the model with image_size={tuple(images.shape[1:3])} and channels={images.shape[-1]}"
+                f"images of shape {tuple(images.shape)} do not fit a model built for [B, "
+                f"{', '.join(map(str, expected))}]: "
+                f"resize them, or build the model with image_size={tuple(images.shape[1:3])} and "
+                f"channels={images.shape[-1]}"
             )
         if not images.dtype.is_floating:
             raise UserError(f"images are {images.dtype.name}; the model reads floats in [-1, 1]: image / 127.5 - 1")
@@ -279,9 +302,14 @@ class ViT(StepModel):
     def flops(self) -> int:
         """Returns the FLOPs of one image's forward pass (see `models.flops`)."""
         return variants.flops(
-            self.variant, image_size=self.image_size, num_classes=self.num_classes, pool=self.pool, channels=self.channels,
-            registers=self.settings["registers"], representation_size=self.settings["representation_size"],
-        )  # fmt: skip
+            self.variant,
+            image_size=self.image_size,
+            num_classes=self.num_classes,
+            pool=self.pool,
+            channels=self.channels,
+            registers=self.settings["registers"],
+            representation_size=self.settings["representation_size"],
+        )
 
     def compute_output_shape(self, input_shape: Any) -> tf.TensorShape:
         last = self.num_classes or self.settings["representation_size"] or self.variant.width

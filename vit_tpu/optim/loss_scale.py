@@ -108,6 +108,16 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
         """Scalar bool: the scale cannot fall further (always true for a fixed scale)."""
         return tf.constant(True) if not self._dynamic else self.loss_scale <= self.min_scale
 
+    def state_variables(self) -> dict[str, tf.Variable]:
+        """Returns what a checkpoint of the scale has to hold, by name."""
+        state = self._loss_scale
+        return {
+            "scale": state.current_loss_scale,
+            "good_steps": state.counter,
+            "skipped": state.skipped,
+            "skipped_in_a_row": state.skipped_in_a_row,
+        }
+
     def get_scaled_loss(self, loss: Any) -> Any:
         """Returns the loss (a tensor, or a function of no arguments) times the scale, float32."""
         self._still_scaled = True
@@ -136,8 +146,8 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
           grads_and_vars: (unscaled gradient, variable) pairs.
           skip_gradients_aggregation: the gradients are already summed over the replicas.
           name: of the name scope.
-          ok: scalar bool, the same on every replica; False counts as not finite. Passing it says
-            that the caller unscaled the gradients itself.
+          ok: scalar bool, the same on every replica: whether the gradients are finite. Passing it says
+            that the caller has checked and unscaled them itself.
           frozen: scalar bool, the same on every replica; True changes nothing at all: no weight,
             no slot, no scale, no counter.
           **kwargs: `experimental_aggregate_gradients`, the older opposite of
@@ -169,8 +179,8 @@ class LossScale(keras_lso.LossScaleOptimizerV3):
         if aggregate and not skip_gradients_aggregation:
             # Here, not in the inner optimizer: one replica's NaN must reach all of them.
             pairs = list(self._optimizer.aggregate_gradients(pairs))
-        finite = all_finite([grad for grad, _ in pairs])
-        good = finite if ok is None else tf.logical_and(finite, tf.cast(ok, tf.bool))
+        # A caller who passes `ok` has looked at every gradient already: no second pass over them.
+        good = all_finite([grad for grad, _ in pairs]) if ok is None else tf.cast(ok, tf.bool)
         self._move_scale(good, None if frozen is None else tf.cast(frozen, tf.bool))
         if frozen is not None:
             good = tf.logical_and(good, tf.logical_not(tf.cast(frozen, tf.bool)))

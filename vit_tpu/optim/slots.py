@@ -116,6 +116,11 @@ class SlottedOptimizer(keras.optimizers.Optimizer):
         self._variables.append(slot)
         return slot
 
+    @property
+    def slots(self) -> dict[str, dict[str, tf.Variable]]:
+        """The state once built: slot name -> parameter path -> variable."""
+        return self._slots
+
     def _slot_specs(self, rule: rules.Rule) -> dict[str, tuple[Sequence[int], str]]:
         """Returns slot name -> (shape, dtype) for one variable."""
         raise NotImplementedError

@@ -24,7 +24,7 @@ class Advice:
       total: bytes with it and all before it.
       saved: bytes against the step before.
       fits: whether that is enough.
-      kept: False if it saved nothing and was taken back.
+      kept: False if it saved nothing and so is not in force for those after it.
     """
 
     change: str
@@ -53,6 +53,8 @@ def changes(config: Config) -> Iterator[tuple[str, Config]]:
         yield with_(("optimizer.momentum_dtype", "bfloat16"))
     if config.model.remat == "none" and not config.model.scan:
         yield with_(("model.remat", "block"))
+    if config.training.accumulation_steps == 1:
+        yield with_(("training.accumulation_steps", 4))
     if config.model.pool == "tok":
         yield with_(("model.pool", "gap"))
     if config.optimizer.name in ("adamw", "lamb"):

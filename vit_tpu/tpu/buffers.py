@@ -79,9 +79,9 @@ def parse_ranges(text: str) -> dict[str, tuple[int, int]]:
 
 
 def with_loops(ranges: dict[str, tuple[int, int]], program: Program) -> dict[str, tuple[int, int]]:
-    """Returns the ranges with what loops hold: a loop's variable keeps its place from before the loop to its last use.
+    """Returns the ranges with what loops hold: a loop's variable keeps its place from before it to its last use.
 
-    The compiler lists the value that a round of the loop writes and the result of the loop apart, and only the first has
+    The compiler lists the value that a round of a loop writes and the result of the loop apart; only the first has
     a place in the assignment.
     """
     found = dict(ranges)

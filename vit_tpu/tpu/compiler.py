@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import time
 from typing import Any
 
 from vit_tpu.errors import UserError
+from vit_tpu.tpu import cache as caches
 from vit_tpu.tpu import program
 from vit_tpu.tpu.topologies import Chip
 
@@ -117,20 +117,28 @@ def compile_hlo(
     path = library()
     if replicas * partitions > chip.cores:
         raise UserError(
-            f"{replicas * partitions} cores asked for: plans are made on one {chip.topology} slice, which has {chip.cores}"
+            f"{replicas * partitions} cores asked for: plans are for one {chip.topology} slice, which has {chip.cores}"
         )
     key = hashlib.sha256(
         hlo + repr((_CACHE_FORMAT, chip.topology, replicas, partitions, version())).encode()
     ).hexdigest()[:32]
-    store = pathlib.Path(cache or _cache_folder())
+    store = pathlib.Path(cache or caches.folder())
     for kept in ("cycles", "memory") if stage == "memory" else ("cycles",):
         found = _read(store / f"{key}.{kept}.json")
         if found is not None:
             return found
     with tempfile.TemporaryDirectory(prefix="vit_tpu_plan_") as folder:
         compiled = _run(pathlib.Path(folder), path, hlo, chip, replicas, partitions, stage, limit)
-    _write(store / f"{key}.{stage}.json", compiled)
+    caches.write(store / f"{key}.{stage}.json", json.dumps(dataclasses.asdict(compiled)).encode())
     return compiled
+
+
+def _read(path: pathlib.Path) -> Compiled | None:
+    found = caches.read(path)
+    try:
+        return None if found is None else Compiled(**json.loads(found))
+    except (ValueError, TypeError):
+        return None
 
 
 def _run(
@@ -165,7 +173,7 @@ def _run(
                     break
                 if time.monotonic() - began > limit:
                     raise CompilerError(
-                        f"the TPU compiler was ended after {limit:.0f} s: give it longer (--limit), or plan a smaller model"
+                        f"the TPU compiler was ended after {limit:.0f} s: give it longer (--limit) or plan less"
                     )
                 time.sleep(0.1)
             ended = process.poll() is None
@@ -277,37 +285,3 @@ def _dumped(dump: pathlib.Path, name: str) -> str:
         dump.glob(f"*{suffix}"), key=lambda file: file.stat().st_size
     )  # helpers are compiled too: the step is largest
     return files[-1].read_text(errors="replace") if files else ""
-
-
-def _cache_folder() -> pathlib.Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base) / "vit_tpu" / "plan"
-
-
-def _read(path: pathlib.Path) -> Compiled | None:
-    import gzip
-
-    try:
-        return Compiled(**json.loads(gzip.decompress(path.read_bytes())))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _write(path: pathlib.Path, compiled: Compiled) -> None:
-    import gzip
-
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(compiled)).encode(), 3))
-        partial.replace(path)
-
-
-def clear_cache() -> None:
-    """Removes every kept answer."""
-    shutil.rmtree(_cache_folder(), ignore_errors=True)
-
-
-def describe(compiled: Compiled) -> dict[str, Any]:
-    """Returns which versions compiled, for reports."""
-    return {**compiled.versions, "tested_libtpu": TESTED_LIBTPU}

@@ -36,16 +36,16 @@ def gib(size: float) -> str:
 def table(plan: Plan, buffers: int = 8) -> str:
     """Returns the terminal table of one plan."""
     m, c = plan.memory, plan.config
-    cores = "one core" if plan.cores == 1 else f"{plan.cores} cores"
+    cores = "one core" if plan.cores == 1 else f"each of {plan.cores} cores"
     of = " (this compiler states no limit)"
     if m.available:
         of = f" of {gib(m.available)} ({100 * m.total / m.available:.1f} %)"
     lines = [
         f"vit_tpu plan: {c.model.variant}, pool {c.model.pool}, {plan.tokens} tokens, {plan.parameters / 1e6:,.1f} M "
         f"parameters, {c.precision}",
-        f"  {', '.join([c.optimizer.name, f'{plan.batch_per_core} images a core', *_settings(c)])}; {plan.chip.name}, {cores}",
+        f"  {', '.join([c.optimizer.name, *_settings(c)])}; {plan.batch_per_core} images a core, {plan.chip.name}",
         "",
-        f"  {'FITS' if plan.fits else 'DOES NOT FIT'}: {gib(m.total)}{of} of HBM on each core",
+        f"  {'FITS' if plan.fits else 'DOES NOT FIT'}: {gib(m.total)}{of} of HBM on {cores}",
     ]
     if plan.largest_batch:
         lines.append(f"  largest batch per core that fits: {plan.largest_batch}")
@@ -59,7 +59,7 @@ def table(plan: Plan, buffers: int = 8) -> str:
         for a in plan.advice:
             saves = f"saves {gib(a.saved)}" if a.saved > 0 else "saves nothing"
             lines.append(f"    {a.change:<44} {gib(a.total):>10}  {saves}{'  -> fits' if a.fits else ''}")
-    lines += ["", "  " + by_whom(plan)]
+    lines += ["", "  " + by_whom(plan), *([f"  {plan.chip.note}"] if plan.chip.note else [])]
     return "\n".join(lines)
 
 
@@ -112,8 +112,8 @@ def _cycles(plan: Plan) -> list[str]:
     c = plan.cycles
     assert c is not None
     lines = [
-        f"  step {1e3 * c.seconds:,.1f} ms at {plan.chip.clock_hz / 1e6:.0f} MHz, {c.images_per_second:,.0f} images/s a "
-        f"core, MFU {100 * c.mfu:.1f} %, {c.total / 1e6:,.1f} million cycles ({ESTIMATE})",
+        f"  step {1e3 * c.seconds:,.1f} ms at {plan.chip.clock_hz / 1e6:.0f} MHz, {c.images_per_second:,.0f} images/s "
+        f"a core, MFU {100 * c.mfu:.1f} %, {c.total / 1e6:,.1f} million cycles ({ESTIMATE})",
     ]
     if plan.cores > 1:
         lines.append("  transfers between cores are not in the estimate")
@@ -155,6 +155,7 @@ def comparison(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> str:
     if timed:
         lines.append(f"times: {ESTIMATE}")
     lines.append(by_whom(plans[0]))
+    lines += sorted({f"{p.chip.name}: {p.chip.note}" for p in plans if p.chip.note})
     return "\n".join(lines)
 
 
@@ -184,7 +185,8 @@ def picture(plans: Sequence[Plan], path: str | os.PathLike[str], labels: Sequenc
     axes.invert_yaxis()
     axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.1 / len(plans)))
     head = plans[0]
-    title = f"{head.batch_per_core} images a core, {head.config.precision}; compiled by libtpu {head.versions.get('libtpu')}"
+    by = f"compiled by libtpu {head.versions.get('libtpu')}"
+    title = f"{head.batch_per_core} images a core, {head.config.precision}; {by}"
     axes.set_title(title, fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -64,14 +64,14 @@ class Step:
         import tensorflow as tf
 
         from vit_tpu import devices
-        from vit_tpu.training import run, schedule
+        from vit_tpu.training import build, schedule
 
         quiet = dataclasses.replace(config.training, jit=None)
         config = dataclasses.replace(config, init_from=None, training=quiet)
         classes, channels = data_shape(config)
         plan = schedule.plan(config, config.data.size if config.data.source == "synthetic" else _NOMINAL_EXAMPLES)
         with tf.variable_creator_scope(variable_creator):
-            self.model = run.build_model(config, devices.choose("cpu"), classes, channels, plan)
+            self.model = build.build_model(config, devices.choose("cpu"), classes, channels, plan)
         self.config, self.classes, self.channels, self.replicas = config, classes, channels, replicas
 
     def hlo(self, batch: int) -> tuple[bytes, list[dict[str, Any]]]:

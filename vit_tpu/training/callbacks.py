@@ -90,9 +90,16 @@ class Logger(StepCallback):
     """
 
     def __init__(
-        self, workdir: str | os.PathLike[str], every: int, *, batch_size: int, total_steps: int | None = None, start: int = 0,
-        progress: display.Progress | None = None, examples_per_epoch: int | None = None,
-    ):  # fmt: skip
+        self,
+        workdir: str | os.PathLike[str],
+        every: int,
+        *,
+        batch_size: int,
+        total_steps: int | None = None,
+        start: int = 0,
+        progress: display.Progress | None = None,
+        examples_per_epoch: int | None = None,
+    ):
         super().__init__(every, start)
         self.workdir = pathlib.Path(workdir)
         self.batch_size, self.total_steps, self.progress = batch_size, total_steps, progress
@@ -106,7 +113,9 @@ class Logger(StepCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         self.workdir.mkdir(parents=True, exist_ok=True)
         self.lines = open(self.workdir / "metrics.jsonl", "a")  # noqa: SIM115
-        self.writers = {name: tf.summary.create_file_writer(str(self.workdir / "logs" / name)) for name in ("train", "validation")}
+        self.writers = {
+            name: tf.summary.create_file_writer(str(self.workdir / "logs" / name)) for name in ("train", "validation")
+        }
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.clock.started is None:  # the first execution holds the compilation
@@ -143,7 +152,8 @@ class Logger(StepCallback):
             self.progress.update(step, values, (self.total_steps - step) * self.batch_size / rate if rate else 0.0)
 
     def window(self) -> dict[str, Any]:
-        """Returns the means of loss and shares of hits since the last call, without disturbing Keras' own running means."""
+        """Returns the means of loss and shares of hits since the last call, without disturbing Keras' own running
+        means."""
         means: dict[str, Any] = {}
         for metric in self.model.metrics:
             if hasattr(metric, "hits"):
@@ -198,7 +208,17 @@ class Evaluator(StepCallback):
       skip: once a stop is requested no evaluation is begun.
     """
 
-    def __init__(self, data: tf.data.Dataset, every: int, logger: Logger, *, start: int = 0, averaged: bool = False, check: Callable[[], None] | None = None, skip: StopOnRequest | None = None):
+    def __init__(
+        self,
+        data: tf.data.Dataset,
+        every: int,
+        logger: Logger,
+        *,
+        start: int = 0,
+        averaged: bool = False,
+        check: Callable[[], None] | None = None,
+        skip: StopOnRequest | None = None,
+    ):
         super().__init__(every, start)
         self.data, self.logger, self.averaged, self.check, self.skip = data, logger, averaged, check, skip
         self.result: dict[str, Any] = {}
@@ -231,7 +251,16 @@ class Checkpointer(StepCallback):
       keep: newest checkpoints to leave.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int, *, start: int = 0, extra: Mapping[str, Any] | None = None, keep: int = 2, clock: Clock | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int,
+        *,
+        start: int = 0,
+        extra: Mapping[str, Any] | None = None,
+        keep: int = 2,
+        clock: Clock | None = None,
+    ):
         super().__init__(every, start)
         self.folder, self.extra, self.keep = folder, dict(extra or {}), keep
         self.clock = clock or Clock()
@@ -274,7 +303,9 @@ class StopOnRequest(keras.callbacks.Callback):
                 signal.signal(number, handler)
 
 
-def callbacks(workdir: str | os.PathLike[str], *, batch_size: int, every: int = 50, checkpoint_every: int | None = None) -> list[keras.callbacks.Callback]:
+def callbacks(
+    workdir: str | os.PathLike[str], *, batch_size: int, every: int = 50, checkpoint_every: int | None = None
+) -> list[keras.callbacks.Callback]:
     """Returns callbacks for `model.fit` in a notebook: metrics.jsonl, TensorBoard and checkpoints under `workdir`.
 
     Args:

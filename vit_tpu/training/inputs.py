@@ -14,7 +14,6 @@ from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
 
-
 MEMORY_LIMIT = 2**30  # bytes of pixels that are kept in memory without being asked
 
 
@@ -49,7 +48,9 @@ def ready(config: Config, source: Source, broken: BrokenRecords) -> Source:
     if wanted is None:
         wanted = data.crop == "resize" and in_memory.memory_bytes(source, size, colours) <= MEMORY_LIMIT
     elif data.crop == "inception":
-        raise UserError("data.in_memory holds finished images, but data.crop=inception cuts them from the files: leave one out")
+        raise UserError(
+            "data.in_memory holds finished images, but data.crop=inception cuts them from the files: leave one out"
+        )
     if not wanted:
         return source
     return in_memory.load_into_memory(source, size, channels=colours, limit=2**62, broken=broken)
@@ -78,20 +79,37 @@ def train_data(config: Config, source: Source, start_step: int, broken: BrokenRe
     """Returns the endless training batches from `start_step` on; unreadable files are added to `broken`."""
     data, training = config.data, config.training
     return pipeline.train_pipeline(
-        source, batch_size=training.batch_size, image_size=config.model.image_size, seed=training.seed, start_step=start_step,
-        channels=channels(config, source), crop=data.crop, crop_area=data.crop_area, flip=data.flip, shift=data.shift,
-        mixup=data.mixup, label_format="onehot" if data.mixup else "int", num_classes=num_classes(config, source),
-        deterministic=True, broken=broken,
-    )  # fmt: skip
+        source,
+        batch_size=training.batch_size,
+        image_size=config.model.image_size,
+        seed=training.seed,
+        start_step=start_step,
+        channels=channels(config, source),
+        crop=data.crop,
+        crop_area=data.crop_area,
+        flip=data.flip,
+        shift=data.shift,
+        mixup=data.mixup,
+        label_format="onehot" if data.mixup else "int",
+        num_classes=num_classes(config, source),
+        deterministic=True,
+        broken=broken,
+    )
 
 
 def eval_data(config: Config, source: Source, broken: BrokenRecords) -> tf.data.Dataset:
-    """Returns batches (images, labels, weights) that hold every example exactly once; unreadable files are added to `broken`."""
+    """Returns batches (images, labels, weights) that hold every example exactly once; unreadable files are added to
+    `broken`."""
     size = config.training.batch_size
     return pipeline.eval_pipeline(
-        source, batch_size=size, image_size=config.model.image_size, channels=channels(config, source),
-        num_classes=num_classes(config, source), crop="central" if config.data.crop == "inception" else "resize", broken=broken,
-    )  # fmt: skip
+        source,
+        batch_size=size,
+        image_size=config.model.image_size,
+        channels=channels(config, source),
+        num_classes=num_classes(config, source),
+        crop="central" if config.data.crop == "inception" else "resize",
+        broken=broken,
+    )
 
 
 def steps_per_epoch(config: Config, source: Source) -> float:

@@ -7,7 +7,14 @@ import time
 import tensorflow as tf
 
 # Dense matrix peak of one device in FLOP/s from the makers' data sheets: (bfloat16 or float16, float32 or TF32).
-GPU_PEAKS = {"H200": (989e12, 494e12), "H100": (989e12, 494e12), "A100": (312e12, 156e12), "V100": (125e12, 15.7e12), "L4": (121e12, 60e12), "T4": (65e12, 8.1e12)}
+GPU_PEAKS = {
+    "H200": (989e12, 494e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "V100": (125e12, 15.7e12),
+    "L4": (121e12, 60e12),
+    "T4": (65e12, 8.1e12),
+}
 # Per core as TensorFlow counts replicas: bfloat16.
 TPU_PEAKS = {"v2": 23e12, "v3": 61.5e12, "v4": 275e12, "v5 lite": 197e12, "v5e": 197e12, "v5p": 459e12, "v6": 918e12}
 
@@ -23,7 +30,9 @@ def of_devices(kind: str, replicas: int, half: bool) -> tuple[float | None, str]
     if kind == "CPU":
         return measured_matmul(), "measured here: float32 matrix product, best of five"
     if kind == "GPU":
-        name = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0]).get("device_name", "")
+        name = tf.config.experimental.get_device_details(tf.config.list_physical_devices("GPU")[0]).get(
+            "device_name", ""
+        )
         for part, peaks in GPU_PEAKS.items():
             if part in name:
                 return replicas * peaks[0 if half else 1], f"data sheet of {name}"

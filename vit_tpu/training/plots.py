@@ -14,7 +14,8 @@ TRAIN, VALIDATION, GREY = "#1f77b4", "#d95f02", "#666666"
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the training lines and the validation lines of a run's metrics.jsonl; for a step written twice (a resumed run) the last."""
+    """Returns the training lines and the validation lines of a run's metrics.jsonl; for a step written twice (a
+    resumed run) the last."""
     train: dict[int, dict[str, Any]] = {}
     validation: dict[int, dict[str, Any]] = {}
     for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
@@ -41,7 +42,10 @@ def learning_curves(workdir: str | os.PathLike[str], title: str = "") -> pathlib
     if validation and "accuracy" in validation[-1]:
         best = max(validation, key=lambda line: line["accuracy"])
         last = validation[-1]
-        accuracy.set_title(f"accuracy, %   (validation: last {100 * last['accuracy']:.2f}, best {100 * best['accuracy']:.2f})", fontsize=10)
+        accuracy.set_title(
+            f"accuracy, %   (validation: last {100 * last['accuracy']:.2f}, best {100 * best['accuracy']:.2f})",
+            fontsize=10,
+        )
     _line(rate, train, "learning_rate", GREY, "learning rate")
     rate.set(title="learning rate and gradient norm before clipping", xlabel="step")
     rate.title.set_fontsize(10)
@@ -104,7 +108,9 @@ def prediction_sheet(
                 axis = figure.add_subplot(grid[line, column])
                 _picture(axis, images[i], f"{class_names[predicted[i]]} {100 * confidence[i]:.0f}%", hit)
                 if not hit:
-                    axis.set_xlabel(f"is {class_names[labels[i]]}\n{_short(ids[i])}", fontsize=6, color=GREY, labelpad=2)
+                    axis.set_xlabel(
+                        f"is {class_names[labels[i]]}\n{_short(ids[i])}", fontsize=6, color=GREY, labelpad=2
+                    )
             line += 1
     return _save(figure, workdir, "validation_predictions.png")
 
@@ -117,7 +123,9 @@ def _picture(axis: Any, image: np.ndarray, title: str, hit: bool) -> None:
         spine.set_color("#1b7837" if hit else "#b2182b")
 
 
-def _line(axis: Any, lines: list[dict[str, Any]], name: str, colour: str, label: str, factor: float = 1.0, **style: Any) -> None:
+def _line(
+    axis: Any, lines: list[dict[str, Any]], name: str, colour: str, label: str, factor: float = 1.0, **style: Any
+) -> None:
     points = [(line["step"], line[name] * factor) for line in lines if line.get(name) is not None]
     if not points:
         return

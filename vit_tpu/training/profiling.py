@@ -16,8 +16,8 @@ from vit_tpu.errors import UserError
 class ProfileWindow(keras.callbacks.Callback):
     """Records the executions that hold the steps START to STOP into `logs`, and checks that the trace is there.
 
-    Keras marks every execution as a step of the trace. (Its own TensorBoard callback counts executions, not steps, and records
-    nothing, without a word, when the window lies beyond them.)
+    Keras marks every execution as a step of the trace. (Its own TensorBoard callback counts executions, not steps,
+    and records nothing, without a word, when the window lies beyond them.)
 
     Args:
       logs: TensorBoard folder; the trace goes to logs/plugins/profile.
@@ -32,9 +32,15 @@ class ProfileWindow(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, logs: str | os.PathLike[str], window: tuple[int, int], *, steps_per_execution: int, start: int, total_steps: int,
+        self,
+        logs: str | os.PathLike[str],
+        window: tuple[int, int],
+        *,
+        steps_per_execution: int,
+        start: int,
+        total_steps: int,
         say: Callable[[str], None] = print,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self._supports_tf_logs = True
         first, last = window
@@ -45,7 +51,10 @@ class ProfileWindow(keras.callbacks.Callback):
         self.last = min(start + -(-(last - start) // each) * each, total_steps)
         self.folder, self.start, self.say, self.running = pathlib.Path(logs), start, say, False
         if (self.first, self.last) != (first, last):
-            say(f"profile: steps {first} to {last} are recorded as {self.first} to {self.last}, whole executions of {each}")
+            say(
+                f"profile: steps {first} to {last} are recorded as {self.first} to {self.last}, whole "
+                f"executions of {each}"
+            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.start + batch + 1 == self.first:

@@ -65,10 +65,19 @@ def learning_rate(config: Config, plan: Plan) -> Any:
 
     def steps(duration: Any) -> int:
         return schedules.steps_from(
-            duration, total_steps=plan.total_steps, steps_per_epoch=plan.steps_per_epoch, batch_size=config.training.batch_size
+            duration,
+            total_steps=plan.total_steps,
+            steps_per_epoch=plan.steps_per_epoch,
+            batch_size=config.training.batch_size,
         )
 
-    common: dict[str, Any] = {"total_steps": plan.total_steps, "warmup_steps": steps(s.warmup), "cooldown_steps": steps(s.cooldown)}
+    common: dict[str, Any] = {
+        "total_steps": plan.total_steps,
+        "warmup_steps": steps(s.warmup),
+        "cooldown_steps": steps(s.cooldown),
+    }
     if s.name == "reciprocal_sqrt":
         return schedules.ReciprocalSqrt(peak, timescale=steps(s.timescale), **common)
-    return {"cosine": schedules.Cosine, "linear": schedules.Linear, "constant": schedules.Constant}[s.name](peak, **common)
+    return {"cosine": schedules.Cosine, "linear": schedules.Linear, "constant": schedules.Constant}[s.name](
+        peak, **common
+    )

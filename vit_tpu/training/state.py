@@ -1,8 +1,9 @@
 """Checkpoints: everything that training continues from, strict, verified, never half written.
 
-A checkpoint is a folder `checkpoints/<step>/` with `state.npz` (every array by name) and `manifest.json` (shapes, dtypes, the hash of the
-arrays' file, and what the caller adds: step, config, versions). It is written beside its place under a temporary name, flushed to
-disk and renamed, so a folder with a number for a name is complete; its hash says whether it still is.
+A checkpoint is a folder `checkpoints/<step>/` with `state.npz` (every array by name) and `manifest.json` (shapes,
+dtypes, the hash of the arrays' file, and what the caller adds: step, config, versions). It is written beside its
+place under a temporary name, flushed to disk and renamed, so a folder with a number for a name is complete; its hash
+says whether it still is.
 """
 
 from __future__ import annotations
@@ -29,14 +30,11 @@ FORMAT = 1
 def variables_of(model: Any) -> dict[str, tf.Variable]:
     """Returns every variable that a compiled model's training depends on, by a name that says what it is."""
     found = {f"parameters/{p.path}": p.variable for p in model.parameters()}
-    optimizer = model.optimizer
-    if isinstance(optimizer, LossScale):
-        state = optimizer._loss_scale
-        found["loss_scale/scale"], found["loss_scale/good_steps"] = state.current_loss_scale, state.counter
-        found["loss_scale/skipped"], found["loss_scale/skipped_in_a_row"] = state.skipped, state.skipped_in_a_row
-        optimizer = optimizer.inner_optimizer
+    if isinstance(model.optimizer, LossScale):
+        found.update({f"loss_scale/{name}": v for name, v in model.optimizer.state_variables().items()})
+    optimizer = model.inner_optimizer
     found["optimizer/applied_updates"] = optimizer.iterations
-    for slot, entries in optimizer._slots.items():
+    for slot, entries in optimizer.slots.items():
         found.update({f"optimizer/{slot}/{path}": variable for path, variable in entries.items()})
     if model.averages is not None:
         found["ema/updates"] = model.averages.updates
@@ -47,7 +45,9 @@ def variables_of(model: Any) -> dict[str, tf.Variable]:
     return found
 
 
-def save(model: Any, folder: str | os.PathLike[str], step: int, extra: Mapping[str, Any], keep: int = 2) -> pathlib.Path:
+def save(
+    model: Any, folder: str | os.PathLike[str], step: int, extra: Mapping[str, Any], keep: int = 2
+) -> pathlib.Path:
     """Writes the checkpoint of `step` and removes all but the newest `keep`; returns its folder.
 
     Args:
@@ -86,7 +86,10 @@ def save(model: Any, folder: str | os.PathLike[str], step: int, extra: Mapping[s
         _flush_folder(root)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"the checkpoint of step {step} cannot be written to {root} ({error.strerror}): free space or choose another workdir") from None
+        raise UserError(
+            f"the checkpoint of step {step} cannot be written to {root} ({error.strerror}): free space "
+            "or choose another workdir"
+        ) from None
     for old in _complete(root)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return target
@@ -114,20 +117,27 @@ def restore(model: Any, path: str | os.PathLike[str]) -> None:
     """
     manifest = json.loads((pathlib.Path(path) / "manifest.json").read_text())
     if manifest.get("format") != FORMAT:
-        raise UserError(f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}: use init_from for its weights")
+        raise UserError(
+            f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}: use "
+            "init_from for its weights"
+        )
     variables, stored = variables_of(model), manifest["arrays"]
     missing, extra = sorted(variables.keys() - stored.keys()), sorted(stored.keys() - variables.keys())
     if missing or extra:
         example = missing[0] if missing else extra[0]
         others = extra if missing else list(variables)
         raise UserError(
-            f"checkpoint {path} does not fit: {len(missing)} variables of the model are not in it, {len(extra)} of its arrays are not in "
-            f"the model; for example {example}{nearest(example, others)}. Start with the configuration it was written with"
+            f"checkpoint {path} does not fit: {len(missing)} variables of the model are not in it, "
+            f"{len(extra)} of its arrays are not in "
+            f"the model; for example {example}{nearest(example, others)}. Start with the configuration "
+            "it was written with"
         )
     wrong = [name for name, variable in variables.items() if list(variable.shape) != stored[name][0]]
     if wrong:
         name = wrong[0]
-        raise UserError(f"checkpoint {path} does not fit: {name} is {stored[name][0]} there and {list(variables[name].shape)} here")
+        raise UserError(
+            f"checkpoint {path} does not fit: {name} is {stored[name][0]} there and {list(variables[name].shape)} here"
+        )
     with np.load(pathlib.Path(path) / "state.npz") as arrays:
         for name, variable in variables.items():
             variable.assign(_from_storage(arrays[name], stored[name][1]))

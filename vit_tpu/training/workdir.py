@@ -15,10 +15,21 @@ from vit_tpu.training import state
 
 # What may differ between the parts of one run: nothing here changes the mathematics of a step already taken.
 FREE = (
-    "workdir", "training.epochs", "training.steps", "training.log_every", "training.evaluate_every", "training.checkpoint_every",
-    "training.steps_per_execution", "training.jit", "training.profile", "training.max_skipped", "training.evaluate_ema",
-    "strategy", "tpu", "data.max_broken",
-)  # fmt: skip
+    "workdir",
+    "training.epochs",
+    "training.steps",
+    "training.log_every",
+    "training.evaluate_every",
+    "training.checkpoint_every",
+    "training.steps_per_execution",
+    "training.jit",
+    "training.profile",
+    "training.max_skipped",
+    "training.evaluate_ema",
+    "strategy",
+    "tpu",
+    "data.max_broken",
+)
 
 
 class Workdir:
@@ -70,7 +81,8 @@ class Workdir:
         changed = [line for line in configs.differences(before, config) if line.split(":")[0] not in FREE]
         if changed:
             raise UserError(
-                f"workdir {self.path} belongs to a run with another configuration ({'; '.join(changed[:4])}): choose another workdir"
+                f"workdir {self.path} belongs to a run with another configuration "
+                f"({'; '.join(changed[:4])}): choose another workdir"
             )
 
     def resume(self, model: Any) -> int:
@@ -82,8 +94,8 @@ class Workdir:
         state.restore(model, path)
         return int(manifest["step"])
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        self._write("summary.json", json.dumps(summary, indent=1) + "\n")
+    def write_json(self, name: str, values: Mapping[str, Any]) -> None:
+        self._write(name, json.dumps(values, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.{os.getpid()}.tmp"

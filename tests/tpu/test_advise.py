@@ -1,0 +1,77 @@
+"""Advice: which changes are tried, in which order, on top of which others."""
+
+import types
+
+import pytest
+
+from vit_tpu import config as configs
+from vit_tpu.tpu import advise, planner, topologies
+
+GIB = 2**30
+
+
+def big(**overrides):
+    found = configs.from_dict(
+        {
+            "model": {"num_classes": 10, "pool": "tok"},
+            "data": {"source": "synthetic"},
+            "optimizer": {"name": "lamb", "decay_style": "paper"},
+            "training": {"steps": 10, "ema": 0.99, "batch_size": 32},
+            "precision": "mixed_bfloat16",
+        }
+    )
+    for key, value in overrides.items():
+        found = configs.replace(found, key.replace("__", "."), value)
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Every plan asked for; a fake compiler for which state, sums and remat matter."""
+    asked = []
+
+    def make_plan(config, chip, cores, batch, **more):
+        asked.append((config, batch))
+        total = 14 * GIB if config.optimizer.name == "lamb" else 9 * GIB
+        total -= GIB if config.optimizer.momentum_dtype == "bfloat16" else 0
+        total += GIB if config.training.accumulation_steps > 1 else 0  # its sum costs more than it frees
+        total += batch * (GIB // 16 if config.model.remat == "block" else GIB // 4)
+        total += 2 * GIB if config.training.ema else 0
+        memory = types.SimpleNamespace(total=total, fits=total <= topologies.chip("v3").hbm_bytes)
+        return types.SimpleNamespace(
+            config=config, chip=topologies.chip("v3"), cores=1, batch_per_core=batch, memory=memory, fits=memory.fits
+        )
+
+    monkeypatch.setattr(planner, "make_plan", make_plan)
+    return make_plan, asked
+
+
+def test_changes_are_tried_in_order_and_kept_if_they_save(compiled):
+    make_plan, asked = compiled
+    found = advise.until_it_fits(make_plan(big(), "v3", 1, 32), 1.0, None, print)
+    assert [a.change.split()[0] for a in found] == [
+        "optimizer.momentum_dtype=bfloat16",
+        "model.remat=block",
+        "training.accumulation_steps=4",
+        "model.pool=gap",
+        "optimizer.name=adafactor",
+    ]
+    assert [a.saved for a in found] == [GIB, 6 * GIB, -GIB, 0, 5 * GIB]
+    assert [a.kept for a in found] == [True, True, False, False, True]
+    assert [a.fits for a in found] == [False] * 4 + [True]
+    last = asked[-1][0]
+    assert last.model.remat == "block" and last.training.accumulation_steps == 1 and last.model.pool == "tok"
+    assert last.optimizer.decay_style is None, "LAMB's own option must not stay with another optimizer"
+
+
+def test_batch_is_halved_when_no_change_is_enough(compiled):
+    make_plan, _ = compiled
+    plan = make_plan(big(model__remat="block", optimizer__name="adafactor", optimizer__decay_style=None), "v3", 1, 256)
+    found = advise.until_it_fits(plan, 1.0, None, print)
+    assert [a.change for a in found if a.change.startswith("batch")] == ["batch_per_core=128", "batch_per_core=64"]
+    assert found[-1].fits and found[-1].total < topologies.chip("v3").hbm_bytes
+
+
+def test_every_change_gives_a_valid_config():
+    for _, changed in advise.changes(big(precision="float32")):
+        configs.validate(changed)

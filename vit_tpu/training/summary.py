@@ -1,0 +1,203 @@
+"""What a run says of itself: before it starts, when it ends, and in summary.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras as keras
+
+from vit_tpu import devices
+from vit_tpu.config import Config
+from vit_tpu.data.source import Source
+from vit_tpu.models.vit import ViT
+from vit_tpu.optim import decay
+from vit_tpu.training import callbacks, display, inputs, peak, schedule
+from vit_tpu.training.workdir import Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a run did; `summary.json` holds the same.
+
+    Attributes:
+      status: "done", or "interrupted" (run the same command again to go on).
+      steps: training steps taken; examples_seen: steps x batch.
+      applied_updates, skipped_updates: skipped are steps whose gradient was not finite.
+      train: the last logged figures; validation: {"accuracy", "loss", "count"} of the last evaluation; best: of the
+        best one.
+      images_per_second: training only, without compilation.
+      mfu: share of the devices' peak that the model's FLOPs use, or None; peak says what it was compared with.
+      compilations: how often the training step was traced and compiled.
+    """
+
+    status: str
+    workdir: str
+    steps: int
+    examples_seen: int
+    applied_updates: int
+    skipped_updates: int
+    train: dict[str, Any]
+    validation: dict[str, Any]
+    best: dict[str, Any]
+    images_per_second: float | None
+    mfu: float | None
+    peak: str
+    peak_host_bytes: int
+    seconds: float
+    versions: dict[str, str]
+    devices: str
+    precision: str
+    compilations: int
+
+
+def opening(
+    config: Config, here: devices.Devices, model: ViT, train: Source, validation: Source, plan: schedule.Plan,
+    folder: Workdir, start: int,
+) -> str:  # fmt: skip
+    """Returns the start-up summary: what will run, on what, for how long, and how each parameter is treated."""
+    t, v = config.training, model.variant
+    parameters = sum(int(np.prod(p.variable.shape)) for p in model.parameters())
+    inner = model.inner_optimizer
+    slots = sum(
+        variable.dtype.size * int(np.prod(variable.shape)) for s in inner.slots.values() for variable in s.values()
+    )
+    size = "x".join(map(str, model.image_size))
+    jit = "whole step" if model.jit and here.replicas == 1 else "forward and backward" if model.jit else "off"
+    batch = f"{t.batch_size}" + (f" in {t.accumulation_steps} micro-batches" if t.accumulation_steps > 1 else "")
+    if here.replicas > 1:
+        batch += f" over {here.replicas} replicas"
+    clip = f"clipped at global norm {t.grad_clip_norm:g}" if t.grad_clip_norm else "not clipped"
+    scale = getattr(model.optimizer, "loss_scale", None)
+    rows = [
+        ("workdir", str(folder.path) + (f", continued from step {start:,}" if start else "")),
+        ("devices", here.line),
+        (
+            "precision",
+            f"{config.precision}, loss scale {'off' if scale is None else f'{float(scale):g}'}, XLA {jit}"
+            + (", every operation checked for NaN (slow)" if t.check_numerics else ""),
+        ),
+        ("data", inputs.describe(train, "train") + "\n" + inputs.describe(validation, "validation")),
+        (
+            "model",
+            f"ViT {v.depth} blocks, width {v.width}, MLP {v.mlp_dim}, {v.num_heads} heads, patch "
+            f"{v.patch_size}, pool {model.pool}, "
+            f"image {size}, {model.num_patches} patches",
+        ),
+        (
+            "size",
+            f"{parameters:,} parameters, {model.flops() / 1e9:.3g} GFLOPs an image (forward), "
+            f"optimizer state {slots / 2**20:,.1f} MiB, weights {parameters * 4 / 2**20:,.1f} MiB",
+        ),
+        (
+            "length",
+            f"{plan.total_steps:,} steps of {batch}, {plan.total_steps / plan.steps_per_epoch:,.1f} epochs; "
+            f"{plan.steps_per_execution} steps per execution",
+        ),
+        ("rhythm", f"log every {plan.log_every:,}, evaluate every {plan.evaluate_every:,} steps"),
+        (
+            "optimizer",
+            f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}, "
+            f"{config.schedule.name}, "
+            f"warm-up {config.schedule.warmup}, gradient {clip}",
+        ),
+        (
+            "groups",
+            decay.table(
+                model.groups,
+                weight_decay=inner.weight_decay,
+                head_weight_decay=inner.head_weight_decay,
+                trust_ratio=config.optimizer.name == "lamb",
+            ),
+        ),
+    ]
+    if plan.changed:
+        rows.append(("changed", "\n".join(plan.changed)))
+    return "vit_tpu run\n" + display.table(rows)
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions that a run's numbers depend on."""
+    import vit_tpu
+
+    return {
+        "vit_tpu": vit_tpu.__version__, "python": sys.version.split()[0], "tensorflow": tf.__version__,
+        "tf_keras": keras.__version__, "numpy": np.__version__,
+    }  # fmt: skip
+
+
+def summarise(
+    config: Config, here: devices.Devices, model: ViT, folder: Workdir, logger: callbacks.Logger,
+    evaluator: callbacks.Evaluator, interrupted: bool, began: float,
+    top: float | None, where: str,
+) -> Summary:  # fmt: skip
+    """Returns the facts of a finished or interrupted run."""
+    rate = logger.images_per_second()
+    again, _ = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
+    top = max(top or 0.0, again or 0.0) or None  # a measured peak is a lower bound: other work may have been going on
+    counters = model.counters.values()
+    return Summary(
+        status="interrupted" if interrupted else "done",
+        workdir=str(folder.path),
+        steps=counters["steps"],
+        examples_seen=counters["steps"] * config.training.batch_size,
+        applied_updates=int(model.optimizer.iterations.numpy()),
+        skipped_updates=counters["skipped"],
+        train=logger.latest,
+        validation=evaluator.result,
+        best=evaluator.best,
+        images_per_second=rate,
+        mfu=3 * model.flops() * rate / top if rate and top else None,
+        peak=where,
+        peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        seconds=time.perf_counter() - began,
+        versions=versions(),
+        devices=here.line,
+        precision=config.precision,
+        compilations=model.compilations(),
+    )
+
+
+def ending(summary: Summary) -> str:
+    """Returns what a run prints last: results, speed, where to look."""
+    rows = [
+        (
+            "steps",
+            f"{summary.steps:,} ({summary.applied_updates:,} updates applied, {summary.skipped_updates:,} skipped)",
+        )
+    ]
+    if summary.validation:
+        best = summary.best
+        rows.append(
+            (
+                "validation",
+                f"accuracy {100 * summary.validation['accuracy']:.2f}%, loss "
+                f"{summary.validation['loss']:.4f}, "
+                f"{summary.validation['count']:,} examples (best "
+                f"{100 * best['accuracy']:.2f}% at step {best['step']:,})",
+            )
+        )
+    if summary.images_per_second:
+        share = f", {100 * summary.mfu:.1f}% of peak ({summary.peak})" if summary.mfu else ""
+        rows.append(("speed", f"{summary.images_per_second:,.0f} images/s{share}"))
+    rows.append(
+        (
+            "time",
+            f"{display.duration(summary.seconds)}, peak host memory "
+            f"{summary.peak_host_bytes / 2**30:.2f} GiB, "
+            f"{summary.compilations} compilation(s) of the step",
+        )
+    )
+    rows.append(("folder", summary.workdir))
+    if summary.status == "done":
+        rows.append(
+            ("look at", f"{summary.workdir}/plots/learning_curves.png\ntensorboard --logdir {summary.workdir}/logs")
+        )
+    else:
+        rows.append(("continue", "run the same command again: it goes on where it stopped"))
+    return f"{summary.status}\n" + display.table(rows)
