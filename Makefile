@@ -6,13 +6,17 @@ STAMP := $(VENV)/.installed
 # The pinned set is Python 3.11's; other versions take what setup.cfg allows.
 PINNED := $(shell $(PYTHON) -c 'import sys; print("--constraint constraints.txt" if sys.version_info[:2] == (3, 11) else "")')
 
-.PHONY: train test lint clean
+.PHONY: train test parity lint clean
 
 train: $(STAMP)  ## trains the embedded digits: about a minute on two CPU cores
 	$(BIN)/python -m vit_tpu.train
 
 test: $(STAMP) lint  ## runs every test
 	$(BIN)/python -m pytest
+
+parity: $(STAMP)  ## also installs PyTorch, timm and transformers (several GB) and runs our weights through them
+	$(BIN)/python -m pip install --quiet ".[parity]"
+	$(BIN)/python -m pytest tests/weights/test_torch_live.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check vit_tpu tests benchmarks

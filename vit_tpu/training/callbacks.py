@@ -61,8 +61,14 @@ class StepCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.step = self.before_epoch + batch + 1
-        if self.step // self.every > self.acted // self.every:
+        if self.step // self.every > self.acted // self.every and not self._nearly_done():
             self.act(logs)
+
+    def _nearly_done(self) -> bool:
+        """Whether the end, which acts anyway, is less than half an interval away."""
+        steps = (self.params or {}).get("steps")
+        left = self.start + steps * self.params["epochs"] - self.step if steps else self.every
+        return left < self.every / 2
 
     def on_train_end(self, logs: Any = None) -> None:
         if self.acted < self.step:
