@@ -1,8 +1,8 @@
 """Every optimizer under every policy, on one and two replicas, with micro-batches, with and without XLA.
 
 Each (optimizer, policy) has a base run: one replica, one micro-batch, no XLA. Every other run of it must give the same
-weights, optimizer state, averages, loss and gradient norm. Nothing is clipped, so a gradient that is n times too large shows
-in the norm and in the state also where the optimizer's update would hide it.
+weights, optimizer state, averages, loss and gradient norm. Nothing is clipped, so a gradient that is n times too large
+shows in the norm and in the state also where the optimizer's update would hide it.
 
 The quick part gives every pair of settings at least once (a test below counts them): each base run is compared with one
 that changes everything but XLA, and one that changes micro-batches and XLA. The slow part runs the rest of the product,
@@ -38,10 +38,13 @@ OTHERS = [s for s in itertools.product((1, 2), (1, 4), (False, True)) if s != BA
 QUICK = [(2, 4, False), (1, 4, True)]
 EXTRA = {("SGD", "mixed_bfloat16"): [(2, 1, True)]}  # the only pair the two above leave out: 2 replicas with XLA
 
-# Largest difference to the base run: of an update or a slot as a share of its length, of the norm and the loss as a share.
-# float32 differs by the order of sums; in half precision XLA keeps intermediates that the base run rounds, and the sum over
-# a batch is rounded once instead of once a micro-batch. A gradient twice too large differs by 1 (see the test of it).
-TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 6e-2, "mixed_float16": 6e-2}
+# Largest difference to the base run: of an update, a slot or an average as a share of its length, of the norm and the
+# loss as a share. Measured over the whole product: float32 2.6e-6 (the order of sums), mixed_bfloat16 1.2e-2 (XLA keeps
+# intermediates that the base run rounds; the batch's sum is rounded once, not once a micro-batch), mixed_float16 3.9e-3
+# (single bits of Adafactor's bfloat16 momentum; 1e-3 without); on the ViT, whose attention multiplies roundings, 4.7e-2
+# in bfloat16. A gradient twice too large differs by 1 (see the test of it).
+TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 3e-2, "mixed_float16": 1e-2}
+VIT_TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 1e-1, "mixed_float16": 2e-2}
 
 
 class Small(StepModel):
@@ -97,7 +100,7 @@ def base_run():
 
 
 def run(build, name, policy, settings, strategy, steps=3):
-    """Returns what training for some steps leaves: path -> value of updates, slots and averages, and the logged figures."""
+    """Returns what some steps leave: path -> value of updates, slots and averages, and the logged figures."""
     replicas, micro, jit = settings
     images, labels = tiny.examples(16 * steps)
     if build is small_vit:
@@ -119,7 +122,7 @@ def run(build, name, policy, settings, strategy, steps=3):
     assert model.counters.values()["skipped"] == 0
     assert isinstance(model.optimizer, LossScale) == (policy == "mixed_float16")
     assert {v.dtype for v in model.weights} <= {tf.float32, tf.int64}
-    # A float32 gradient of what is nothing but rounding tells nothing: the softmax does not depend on the keys' bias.
+    # The softmax does not depend on the keys' bias: its gradient is rounding alone.
     found = {path: value for path, value in found.items() if "key/bias" not in path}
     figures = {key: np.float64(history[key]) for key in ("loss", "step_loss", "grad_norm")}
     return {**found, **figures}
@@ -143,8 +146,9 @@ def check(base_run, build, name, policy, settings, strategy):
                 np.testing.assert_allclose(value, expected[path], rtol=0, atol=1e-6, err_msg=path)
     found = differences(got, expected)
     worst = max(found, key=found.get)
-    print(f"DIFF {build.__name__} {name} {policy} {settings} {found[worst]:.2e} {worst}")
-    assert found[worst] < TOLERANCE[policy], (worst, found[worst])
+    print(f"{build.__name__} {name} {policy} {settings}: {found[worst]:.2e} in {worst}")
+    limit = (VIT_TOLERANCE if build is small_vit else TOLERANCE)[policy]
+    assert found[worst] < limit, (worst, found[worst])
 
 
 def cells(settings_of):

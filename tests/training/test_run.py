@@ -164,7 +164,12 @@ def test_run_starts_from_a_weight_file_with_a_fresh_head(tmp_path):
     with pytest.raises(UserError, match="head"):
         run(config(init_from=str(tmp_path / "w.npz")), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
-    fresh = {"init_from": str(tmp_path / "w.npz"), "init_allow": ("head/*",), "learning_rate": 0.0, "training__ema": None}
+    fresh = {
+        "init_from": str(tmp_path / "w.npz"),
+        "init_allow": ("head/*",),
+        "learning_rate": 0.0,
+        "training__ema": None,
+    }
     run(config(**fresh, training__steps=2), tmp_path / "run")
     trained = arrays(tmp_path / "run")
     for parameter in source.parameters():

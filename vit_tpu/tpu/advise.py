@@ -59,6 +59,10 @@ def changes(config: Config) -> Iterator[tuple[str, Config]]:
         yield with_(("model.pool", "gap"))
     if config.optimizer.name in ("adamw", "lamb"):
         yield with_(("optimizer.name", "adafactor"), *((name, None) for name in _only_adam(config)))
+    if (
+        config.model.scan
+    ):  # the loop keeps all its gradients and all its inputs at once; the compiler takes longer without
+        yield with_(("model.scan", False), ("model.remat", "block"))
     if config.training.ema is not None:
         yield with_(("training.ema", None), ("training.evaluate_ema", False))
 
