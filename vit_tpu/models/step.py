@@ -54,8 +54,8 @@ class StepModel(keras.Model):
           metrics: "accuracy", "top5" or tf_keras metrics; weighted by the examples' 0/1 weights.
           grad_clip_norm: largest global norm of the averaged gradient, or None.
           accumulation_steps: micro-batches a batch is cut into, inside the compiled step.
-          ema: decay of a float32 moving average of the weights, an `optim.Ema` with other settings (decay=None: the uniform
-            mean of Polyak), or None for no average.
+          ema: decay of a float32 moving average of the weights, an `optim.Ema` with other settings (decay=None: the
+            uniform mean of Polyak), or None for no average.
           steps_per_execution: steps between two returns to Python.
           jit_compile: XLA for the whole step on one device, for forward and backward on several (TensorFlow cannot
             compile a step whose variables live on other devices); None chooses: on for GPUs, off on CPU and TPU
@@ -110,7 +110,8 @@ class StepModel(keras.Model):
             self.averages = None
             if ema is not None:
                 settings = ema if isinstance(ema, Ema) else Ema(decay=ema)
-                self.averages = Ema(settings.decay, settings.warmup, settings.start_step)  # compiling again starts afresh
+                # A new one, so that compiling again starts afresh.
+                self.averages = Ema(settings.decay, settings.warmup, settings.start_step)
                 self.averages.build(variables)
         self.split_jit = None
         if self.jit and replicas > 1 and not run_eagerly:
