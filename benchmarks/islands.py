@@ -265,9 +265,7 @@ def report(found):
         mean, spread = np.mean(row["accuracy"]), np.ptp(row["accuracy"])
         taken = "all four" if len(row["without"]) == len(ISLANDS) else ", ".join(row["without"]) or "none"
         error = "0" if row["logit_error"] == 0 else f"{100 * row['logit_error'] / row['largest_logit']:.2g} %"
-        rows.append(
-            [row["policy"], taken, row["optimizer"], f"{mean:.1f} %", f"{spread:.1f}", row["skipped"], error]
-        )
+        rows.append([row["policy"], taken, row["optimizer"], f"{mean:.1f} %", f"{spread:.1f}", row["skipped"], error])
     head = ["policy", "island in the policy's dtype", "optimizer", "accuracy", "spread", "skipped", "logit error"]
     made = table(["made input", "float32", "bfloat16", "float16"], found["made"])
     return (table(head, rows) + "\n\n" if rows else "") + made

@@ -13,7 +13,9 @@ PAGE = ROOT / "docs" / "precision.md"
 
 def rows(text):
     """Returns first cell -> other cells of every row of every Markdown table."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
     return {first: others for first, *others in cells}
 
 
