@@ -247,6 +247,10 @@ def validate(config: Config) -> Config:
         value = _get(config, key)
         if value not in choices:
             raise UserError(f'{key} is "{value}"{nearest(str(value), choices)}; choose one of {", ".join(choices)}')
+    for key, (low, high) in RANGES.items():
+        value = _get(config, key)
+        if value is not None and not low <= value <= high:
+            raise UserError(f"{key} is {value}: give a number from {low:g} to {high:g}")
     variants.variant(config.model.variant)
     t = config.training
     if (t.epochs is None) == (t.steps is None):
@@ -347,6 +351,18 @@ _SECTIONS: dict[str, Any] = {
     "model": Model, "data": Data, "optimizer": Optimizer, "schedule": Schedule, "loss_scale": LossScale,
     "training": Training,
 }  # fmt: skip
+
+RANGES: dict[str, tuple[float, float]] = {
+    "data.mixup": (0.0, 100.0),
+    "data.shift": (0.0, 10_000.0),
+    "data.validation_fraction": (0.0, 0.9),
+    "data.max_broken": (0.0, 1e18),
+    "data.size": (1.0, 1e12),
+    "data.classes": (1.0, 1e9),
+    "optimizer.learning_rate": (0.0, 1e6),
+    "training.grad_clip_norm": (1e-12, 1e12),
+    "training.seed": (0.0, 2.0**31 - 1),
+}
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.source": ("digits", "folder", "npz", "synthetic"),

@@ -21,6 +21,12 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     Raises:
       UserError: the value is of another type.
     """
+    if (
+        isinstance(value, float | str)
+        and str(value).strip(".+-").lower() in ("nan", "inf", "infinity")
+        and float in (typing.get_args(hint) or (hint,))
+    ):
+        raise UserError(f"{where} is {value}: it must be a finite number")
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:  # an exact match first, so that 1 stays an int where both are allowed
         if option is type(None) and value is None:
