@@ -29,6 +29,12 @@ def refs():
     return open_
 
 
+@pytest.fixture(scope="session")
+def mirrored():
+    """The one strategy over both devices for the whole session: CPU collectives of several do not mix."""
+    return tf.distribute.MirroredStrategy([device.name for device in tf.config.list_logical_devices("CPU")])
+
+
 @pytest.fixture(autouse=True)
 def _policy_is_restored():
     """No test may leave another global dtype policy or seed behind."""

@@ -40,6 +40,12 @@ def test_help_teaches(capsys):
         (["--strategy=gpu"], "no GPU"),
         (["--set=num_heads=3"], "does not divide by num_heads 3"),
         (["--profile=10"], "2 numbers"),
+        (["--epochs=nan"], "finite"),
+        (["--seed=-1"], "training.seed"),
+        (["--loss_scale=abc"], "--loss_scale=abc"),
+        (["--json=no/such/x.json"], "no folder no/such"),
+        (["--batch_size=100000"], "larger than the 1,437"),
+        (["--set=data.channels=2"], "1 (grey) or 3"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):
@@ -112,3 +118,17 @@ def test_flags_win_over_set_and_file(tmp_path):
     config = load_config(path, train.overrides(values))
     assert config.optimizer.name == "lamb" and config.optimizer.learning_rate == 0.5
     assert config.training.steps == 7 and config.training.epochs is None and config.training.jit is False
+
+
+def test_model_flag_brings_its_own_shape(tmp_path):
+    from absl import flags
+
+    from vit_tpu.config import load_config
+
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {variant: Ti/4, width: 96, depth: 5}\ntraining: {epochs: 1}\n")
+    values = flags.FlagValues()
+    train._define(flags, values)
+    values(["x", "--model=S/16", "--set=model.depth=3"])
+    config = load_config(path, train.overrides(values))
+    assert config.model.variant == "S/16" and config.model.width is None and config.model.depth == 3

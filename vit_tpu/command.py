@@ -52,6 +52,9 @@ def execute(
         return run(values) if files is None else run(values, rest)
     except UserError as error:
         return _wrong(str(error))
+    except KeyboardInterrupt:
+        print("interrupted before there was anything to save", file=sys.stderr)
+        return 130
     except FloatingPointError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

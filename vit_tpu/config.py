@@ -242,6 +242,8 @@ def validate(config: Config) -> Config:
     Raises:
       UserError: the first contradiction found, with the keys and what to change.
     """
+    if not isinstance(config, Config):
+        raise UserError(f"a Config is needed, not {type(config).__name__}: vit_tpu.load_config(path) makes one")
     precision.check(config.precision)
     for key, choices in CHOICES.items():
         value = _get(config, key)
@@ -280,6 +282,8 @@ def validate(config: Config) -> Config:
         raise UserError("training.evaluate_ema needs an average: set training.ema, for example 0.999")
     if config.loss_scale.mode == "off" and config.precision == "mixed_float16":
         raise UserError("loss_scale.mode=off under mixed_float16 loses small gradients: use dynamic, or mixed_bfloat16")
+    if config.data.channels not in (None, 1, 3):
+        raise UserError(f"data.channels is {config.data.channels}: give 1 (grey) or 3 (colour)")
     if config.data.source in ("folder", "npz") and not config.data.path:
         raise UserError(f"data.source={config.data.source} needs data.path: where the images are")
     if t.check_numerics and t.jit:
@@ -340,6 +344,8 @@ def _read_yaml(path: pathlib.Path) -> Mapping[str, Any]:
     except OSError as error:
         siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise UserError(f"config {path} cannot be read ({error.strerror}){nearest(str(path), siblings)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"config {path} is not text in UTF-8") from None
     except yaml.YAMLError as error:
         raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):

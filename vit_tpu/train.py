@@ -16,10 +16,12 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 75 interrupted and saved (run it agai
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from vit_tpu.command import execute
+from vit_tpu.errors import UserError
 
 # flag -> (key, what it is)
 SHORTCUTS = {
@@ -73,7 +75,9 @@ def _define(flags: Any, values: Any) -> None:
 
 def overrides(values: Any) -> list[str]:
     """Returns the flags as config overrides, --set first, so that a named flag wins over it."""
-    found = list(values.set)
+    # Another --model brings its own shape: what a file says of width and the like belongs to the model it names.
+    shape = ("width", "depth", "mlp_dim", "num_heads", "patch_size") if values.model is not None else ()
+    found = [*(f"model.{name}=null" for name in shape), *values.set]
     for name, (key, _) in SHORTCUTS.items():
         value = getattr(values, name)
         if value is None:
@@ -95,6 +99,10 @@ def overrides(values: Any) -> list[str]:
 def _loss_scale(value: str) -> list[str]:
     if value in ("auto", "off", "dynamic"):
         return [f"loss_scale.mode={value}"]
+    try:
+        float(value.removeprefix("fixed:"))
+    except ValueError:
+        raise UserError(f"--loss_scale={value} is none of auto, off, dynamic, a number or fixed:NUMBER") from None
     mode = "fixed" if value.startswith("fixed:") else "dynamic"
     return [f"loss_scale.mode={mode}", f"loss_scale.initial={value.removeprefix('fixed:')}"]
 
@@ -106,6 +114,8 @@ def _run(values: Any) -> int:
     from vit_tpu.config import load_config
 
     config = load_config(values.config, overrides(values))
+    if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
+        raise UserError(f"--json={values.json}: there is no folder {os.path.dirname(values.json)}")
     from vit_tpu.training.run import dry_run, run  # TensorFlow loads here, after the cheap checks
 
     if values.dry_run:

@@ -92,8 +92,8 @@ def small_vit():
 
 
 @pytest.fixture(scope="module")
-def strategy():
-    return tiny.mirrored()
+def strategy(mirrored):
+    return mirrored
 
 
 @pytest.fixture(scope="module")

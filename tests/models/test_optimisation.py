@@ -103,8 +103,8 @@ def test_averages_do_not_depend_on_the_loss_scale_or_on_micro_batches(scale, mic
 
 
 @pytest.fixture(scope="module")
-def strategy():
-    return tiny.mirrored()
+def strategy(mirrored):
+    return mirrored
 
 
 def test_two_replicas_count_ten_thousand_and_one_examples_exactly(strategy):

@@ -20,8 +20,8 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(scope="module")
-def strategy():
-    return tiny.mirrored()
+def strategy(mirrored):
+    return mirrored
 
 
 def scalar(strategy, gradients, batch, weights=None, images=None, optimizer=None, **options):

@@ -92,12 +92,6 @@ def examples(count, classes=5, seed=0):
     return images, rng.integers(0, classes, count).astype(np.int32)
 
 
-def mirrored():
-    devices = [device.name for device in tf.config.list_logical_devices("CPU")]
-    assert len(devices) == 2
-    return tf.distribute.MirroredStrategy(devices)
-
-
 def values(model):
     return {p.path: p.variable.numpy() for p in model.parameters()}
 

@@ -14,6 +14,7 @@ from vit_tpu import UserError, run
 from vit_tpu import config as configs
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.training import callbacks, state
+from vit_tpu.training.workdir import Workdir
 
 
 def arrays(workdir):
@@ -91,10 +92,42 @@ def test_interrupted_run_continues_to_the_same_bits(finished, tmp_path, monkeypa
     assert not different
 
 
-def test_finished_run_is_not_trained_again(finished):
+def test_finished_run_is_not_trained_again(finished, capsys):
+    summary, workdir = finished
+    before = (workdir / "metrics.jsonl").read_text()
+    assert run(config(training__ema=0.9, loss_scale__mode="dynamic"), workdir) == summary
+    assert "finished already" in capsys.readouterr().out
+    assert (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_workdir_in_use_is_refused_and_names_the_owner(finished):
     _, workdir = finished
-    with pytest.raises(UserError, match="12 steps already"):
-        run(config(training__ema=0.9, loss_scale__mode="dynamic"), workdir)
+    first, second = Workdir(workdir), Workdir(workdir)
+    settings = config(training__ema=0.9, loss_scale__mode="dynamic")
+    first.make(settings)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        second.make(settings)
+    first.release()
+    second.make(settings)
+    second.release()
+
+
+def test_default_workdir_continues_an_interrupted_run_of_the_same_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = config()
+    folder = Workdir.open(None, settings)
+    assert str(folder.path) == "runs/digits"
+    folder.make(settings)
+    folder.write_json("summary.json", {"status": "interrupted"})
+    folder.release()
+    assert str(Workdir.open(None, settings).path) == "runs/digits"
+    assert str(Workdir.open(None, config(learning_rate=0.5)).path) == "runs/digits-2"
+    folder.write_json("summary.json", {"status": "done"})
+    assert str(Workdir.open(None, settings).path) == "runs/digits-2"
+
+
+def test_numerics_check_is_silent_in_a_healthy_run(tmp_path):
+    assert run(config(training__check_numerics=True, training__steps=2), tmp_path / "run").status == "done"
 
 
 def test_foreign_folder_is_left_alone(tmp_path):

@@ -39,7 +39,7 @@ class BrokenRecords:
                 listed = "; ".join(f"{key} ({why})" for key, why in list(self.reasons.items())[:20])
                 self.failure = UserError(
                     f"{len(self.reasons)} unreadable records, {self.budget} allowed: {listed}: "
-                    "repair or remove them, or allow more with broken_budget"
+                    "repair or remove them (data.max_broken allows some in training, evaluation none)"
                 )
                 raise self.failure
 

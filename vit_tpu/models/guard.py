@@ -105,7 +105,8 @@ def check(model: Any) -> None:
     if values["bad_step"]:
         raise NonFiniteError(
             f"the loss of step {values['bad_step']} is not finite; the weights are those after step "
-            f"{values['bad_step'] - 1}. Look at that step's batch, lower the learning rate or lengthen the warm-up"
+            f"{values['bad_step'] - 1}. Look at that step's batch (a label outside the head's classes "
+            "gives NaN), lower the learning rate or lengthen the warm-up"
         )
     limit = model.compiled["max_skipped"]
     if values["in_a_row"] >= limit:

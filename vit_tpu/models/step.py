@@ -322,7 +322,8 @@ def _unpack(data: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
 def _static_batch(images: tf.Tensor) -> int:
     batch = images.shape[0]
     if batch is None:
-        raise UserError("the batch size is not static: batch the data with drop_remainder=True")
+        raise UserError("the batch size is not static: batch the data with drop_remainder=True, or give fit a "
+            "batch_size that divides the number of examples")
     return batch
 
 

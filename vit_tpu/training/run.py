@@ -18,8 +18,9 @@ from vit_tpu.config import Config
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
+from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.models.vit import ViT
-from vit_tpu.training import build, callbacks, display, inputs, peak, plots, profiling, schedule, summary
+from vit_tpu.training import build, callbacks, display, inputs, peak, plots, profiling, schedule, state, summary
 from vit_tpu.training.summary import Summary
 from vit_tpu.training.workdir import Workdir
 
@@ -53,6 +54,10 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     model = build.build_model(config, here, classes, inputs.channels(config, train), plan, reports)
     start = folder.resume(model)
     print(summary.opening(config, here, model, train, validation, plan, folder, start), flush=True)
+    if start >= plan.total_steps and folder.summary().get("status") == "done":
+        result = Summary(**folder.summary())
+        print(f"{folder.path} is finished already: nothing to do\n{summary.ending(result)}", flush=True)
+        return result
     if start >= plan.total_steps:
         raise UserError(
             f"{folder.path} has trained {start:,} steps already and {plan.total_steps:,} are asked for: nothing to do"
@@ -92,19 +97,32 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     try:
         with stop.on_signals(progress.say), _numerics_checked(config.training.check_numerics):
             model.fit(data, epochs=1, steps_per_epoch=plan.total_steps - start, verbose=0, callbacks=watchers)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, NonFiniteError):
+            _keep_last_good(model, folder, extra)
         broken.check()  # an unreadable file inside tf.data arrives as an obscure error: say which file
         valid_broken.check()
         raise
     finally:
         progress.close()
         logger.close()
+        folder.release()
     result = summary.summarise(config, here, model, folder, logger, evaluator, stop.requested, began, top, where)
     folder.write_json("summary.json", dataclasses.asdict(result))
     if result.status == "done":
         _draw(config, model, validation, folder)
     print(summary.ending(result), flush=True)
     return result
+
+
+def _keep_last_good(model: ViT, folder: Workdir, extra: dict[str, Any]) -> None:
+    """Writes the state before a non-finite loss: the latched step has changed nothing since."""
+    bad = model.counters.values()["bad_step"]
+    if bad > 1:
+        model.counters.bad_step.assign(0)
+        model.counters.steps.assign(bad - 1)
+        path = state.save(model, folder.checkpoints, bad - 1, extra)
+        print(f"the weights after step {bad - 1} are in {path}", flush=True)
 
 
 def _draw(config: Config, model: ViT, validation: Source, folder: Workdir) -> None:

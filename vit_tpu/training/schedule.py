@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from vit_tpu.config import Config
+from vit_tpu.errors import UserError
 from vit_tpu.optim import schedules
 
 
@@ -34,9 +35,11 @@ def plan(config: Config, num_examples: int) -> Plan:
     execution is about a hundredth of the run, at most 50 steps.
     """
     t = config.training
+    if t.batch_size > num_examples:
+        raise UserError(f"training.batch_size {t.batch_size:,} is larger than the {num_examples:,} training examples")
     per_epoch = num_examples / t.batch_size
     total = t.steps if t.steps is not None else max(round((t.epochs or 0) * per_epoch), 1)
-    each = t.steps_per_execution or min(max(total // 100, 1), 50)
+    each = min(t.steps_per_execution or min(max(total // 100, 1), 50), total)
     changed: list[str] = []
 
     def interval(name: str, wanted: Any, default: int) -> int:

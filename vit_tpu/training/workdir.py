@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,29 +47,70 @@ class Workdir:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str] | None, config: Config) -> Workdir:
-        """Returns the folder, not made yet; a free name under runs/ if none is asked for.
+        """Returns the folder, not made yet; if none is asked for, an unfinished run of this config under runs/, or a
+        free name.
 
         Raises:
           UserError: it holds something else, or a run with another configuration.
         """
-        folder = cls(path if path is not None else _free(f"runs/{config.data.source}"))
+        folder = cls(path) if path is not None else cls._unfinished_or_free(f"runs/{config.data.source}", config)
         if folder.path.exists():
             folder._check_same_run(config)
         return folder
 
+    @classmethod
+    def _unfinished_or_free(cls, base: str, config: Config) -> Workdir:
+        number, folder = 1, cls(base)
+        while folder.path.exists():
+            if (
+                folder.interrupted()
+                and configs.differences(configs.load_config(folder.path / "config.yaml"), config) == []
+            ):
+                return folder
+            number += 1
+            folder = cls(f"{base}-{number}")
+        return folder
+
+    def interrupted(self) -> bool:
+        """Whether the folder holds a run that was stopped and can go on."""
+        return self.summary().get("status") == "interrupted"
+
+    def summary(self) -> dict[str, Any]:
+        """Returns what summary.json says, or nothing."""
+        written = self.path / "summary.json"
+        return json.loads(written.read_text()) if written.exists() else {}
+
     def make(self, config: Config) -> None:
-        """Makes the folder and writes the config into it.
+        """Makes the folder, locks it for this run and writes the config into it.
 
         Raises:
-          UserError: it cannot be made or written to.
+          UserError: it cannot be made or written to, or another run is at work in it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock()
             self._write("config.yaml", configs.to_yaml(config))
         except OSError as error:
             raise UserError(
                 f"workdir {self.path} cannot be written to ({error.strerror}): choose another with --workdir"
             ) from None
+
+    def _lock(self) -> None:
+        self.lock = open(self.path / ".lock", "a+")  # noqa: SIM115  (held until the run ends; the system frees it if we die)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            owner = self.lock.read().strip() or "another process"
+            raise UserError(f"workdir {self.path} is in use by {owner}: wait for it, or choose another") from None
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self.lock.flush()
+
+    def release(self) -> None:
+        """Lets other runs use the folder."""
+        self.lock.close()
+        (self.path / ".lock").unlink(missing_ok=True)
 
     def _check_same_run(self, config: Config) -> None:
         written = self.path / "config.yaml"
@@ -101,12 +144,3 @@ class Workdir:
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
         temporary.write_text(text)
         os.replace(temporary, self.path / name)
-
-
-def _free(base: str) -> str:
-    """Returns `base`, or `base-2`, `base-3` ... if there is something already."""
-    number, candidate = 1, base
-    while pathlib.Path(candidate).exists():
-        number += 1
-        candidate = f"{base}-{number}"
-    return candidate
