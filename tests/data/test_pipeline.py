@@ -301,13 +301,10 @@ def test_wrong_options_are_one_line_of_error(options, message):
         train_pipeline(digits(), **{"batch_size": 8, "image_size": 8, **options})
 
 
-def test_two_replicas_get_the_batch_in_equal_parts(tree):
-    if len(tf.config.list_logical_devices("CPU")) < 2:
-        pytest.skip("the devices were set up before, with one CPU")
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+def test_two_replicas_get_the_batch_in_equal_parts(tree, mirrored):
     for source in (digits(), from_folders(tree)):
         dataset = train_pipeline(source, batch_size=8, image_size=8)
-        spread = next(iter(strategy.experimental_distribute_dataset(dataset)))
-        parts = strategy.experimental_local_results(spread[0])
+        spread = next(iter(mirrored.experimental_distribute_dataset(dataset)))
+        parts = mirrored.experimental_local_results(spread[0])
         assert [part.shape[0] for part in parts] == [4, 4]
         np.testing.assert_array_equal(np.concatenate(parts), _take(dataset, 1)[0][0])

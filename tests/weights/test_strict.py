@@ -223,10 +223,9 @@ def test_describe_builds_the_model_of_a_file(saved):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_weights_reach_every_replica(saved, scan):
+def test_weights_reach_every_replica(saved, scan, mirrored):
     source, path = saved
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    with strategy.scope():
+    with mirrored.scope():
         model = build(pool="map", scan=scan)
     load(model, path)
     variable = next(p.variable for p in model.parameters() if p.path.endswith("mlp/dense1/kernel"))
