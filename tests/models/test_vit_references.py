@@ -51,13 +51,6 @@ def cases(refs):
     return get
 
 
-@pytest.fixture(scope="module")
-def refs():
-    import conftest
-
-    return lambda name: np.load(conftest.REFS / name)
-
-
 def assert_gradients_close(got, expected, tolerance):
     """Compares by each tensor's greatest value; a key bias has gradient zero but for rounding."""
     assert got.keys() == expected.keys()
