@@ -107,7 +107,9 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
         progress.close()
         logger.close()
         folder.release()
-    result = summary.summarise(config, here, model, folder, logger, evaluator, stop.requested, began, top, where)
+    # A signal after the last step interrupts nothing.
+    interrupted = stop.requested and model.counters.values()["steps"] < plan.total_steps
+    result = summary.summarise(config, here, model, folder, logger, evaluator, interrupted, began, top, where)
     folder.write_json("summary.json", dataclasses.asdict(result))
     if result.status == "done":
         _draw(config, model, validation, folder)
