@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
+from vit_tpu.settings import Config
 from vit_tpu.tpu import show
 from vit_tpu.tpu.planner import Plan, make_plans
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from vit_tpu import config
+from vit_tpu import config, settings
 from vit_tpu.errors import UserError
 
 
@@ -31,8 +31,8 @@ def test_overrides_win_over_the_file_and_the_last_override_wins(tmp_path):
 
 def test_a_file_starts_from_plain_defaults():
     loaded = config.from_dict({"training": {"steps": 3}})
-    assert loaded.training == config.Training(steps=3)
-    assert loaded.model == config.Model()
+    assert loaded.training == settings.Training(steps=3)
+    assert loaded.model == settings.Model()
 
 
 def test_yaml_round_trip(tmp_path):

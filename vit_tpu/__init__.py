@@ -15,9 +15,9 @@ from vit_tpu._version import __version__
 from vit_tpu.errors import UserError
 
 _PUBLIC = {
-    "Config": "config", "load_config": "config", "ViT": "models.vit", "run": "training.run", "Summary": "training.run",
-    "callbacks": "training.callbacks", "load_weights": "weights", "save_weights": "weights", "LoadReport": "weights",
-    "make_plan": "tpu.planner", "Plan": "tpu.planner",
+    "Config": "settings", "load_config": "config", "ViT": "models.vit", "run": "training.run",
+    "Summary": "training.run", "callbacks": "training.callbacks", "load_weights": "weights",
+    "save_weights": "weights", "LoadReport": "weights", "make_plan": "tpu.planner", "Plan": "tpu.planner",
 }  # fmt: skip
 _MODULES = ("losses", "metrics", "models", "optim")
 

@@ -23,9 +23,7 @@ def test_records_come_by_index_alone_and_together():
 
 
 def test_grey_images_label_columns_and_ids():
-    source = from_arrays(
-        IMAGES[..., 0], LABELS[:, None], class_names=["x", "y", "z", "w"], ids=list("abcdef")
-    )
+    source = from_arrays(IMAGES[..., 0], LABELS[:, None], class_names=["x", "y", "z", "w"], ids=list("abcdef"))
     assert source.image_shape == (4, 5, 1) and source.num_classes == 4
     assert source.labels.tolist() == LABELS.tolist()
     assert source.name_of(2) == "c" and source.get(tf.constant(2, tf.int64))["id"].numpy() == b"c"

@@ -25,12 +25,7 @@ def test_shift_is_a_crop_of_the_padded_image():
     padded = np.pad(images.numpy(), ((0, 0), (2, 2), (2, 2), (0, 0)))
     offsets = []
     for one, around in zip(found, padded):
-        matches = [
-            (y, x)
-            for y in range(5)
-            for x in range(5)
-            if (around[y : y + 6, x : x + 5] == one).all()
-        ]
+        matches = [(y, x) for y in range(5) for x in range(5) if (around[y : y + 6, x : x + 5] == one).all()]
         assert len(matches) == 1
         offsets += matches
     assert len(set(offsets)) == 25  # every one of 5 x 5 places occurs
@@ -72,9 +67,7 @@ def test_mixup_mixes_each_example_with_the_one_before(monkeypatch):
     found, labels = augment.mixup(images, x, tf.constant(0, tf.uint64), 0.2)
     np.testing.assert_allclose(found[:, 0, 0], MIXED, rtol=1e-6)
     np.testing.assert_allclose(labels, MIXED, rtol=1e-6)
-    found, labels = augment.mixup(
-        images[1:], x[1:], tf.constant(0, tf.uint64), 0.2, (images[0], x[0])
-    )
+    found, labels = augment.mixup(images[1:], x[1:], tf.constant(0, tf.uint64), 0.2, (images[0], x[0]))
     np.testing.assert_allclose(found[:, 0, 0], MIXED[1:], rtol=1e-6)
     np.testing.assert_allclose(labels, MIXED[1:], rtol=1e-6)
 

@@ -44,9 +44,7 @@ def _pillow(data, background=(255, 255, 255), turn=False):
 def _jpeg(size, **kwargs):
     values = np.random.default_rng(0).integers(0, 256, (9, 12, 3), np.uint8)
     out = io.BytesIO()
-    Image.fromarray(values).resize(size, Image.Resampling.BICUBIC).save(
-        out, "JPEG", quality=95, **kwargs
-    )
+    Image.fromarray(values).resize(size, Image.Resampling.BICUBIC).save(out, "JPEG", quality=95, **kwargs)
     return out.getvalue()
 
 

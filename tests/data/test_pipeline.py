@@ -113,9 +113,7 @@ def test_augmentation_differs_between_epochs_and_not_by_neighbours():
     rng = np.random.default_rng(0)
     source = from_arrays(rng.integers(0, 256, (8, 9, 9, 1), np.uint8), np.arange(8))
     options = {"image_size": 9, "shift": 4, "flip": True, "seed": 2}
-    (images, labels), (later, later_labels) = _take(
-        train_pipeline(source, batch_size=8, **options), 2
-    )
+    (images, labels), (later, later_labels) = _take(train_pipeline(source, batch_size=8, **options), 2)
     same = [np.array_equal(images[labels == i], later[later_labels == i]) for i in range(8)]
     assert sum(same) <= 1
     small = _take(train_pipeline(source, batch_size=2, **options), 4)
@@ -145,9 +143,7 @@ def test_evaluation_counts_10001_examples_once(num_hosts):
     source = _numbered(10_001)
     seen, weights, steps = [], 0.0, set()
     for host in range(num_hosts):
-        dataset = eval_pipeline(
-            source, batch_size=128, image_size=4, num_hosts=num_hosts, host=host
-        )
+        dataset = eval_pipeline(source, batch_size=128, image_size=4, num_hosts=num_hosts, host=host)
         steps.add(int(dataset.cardinality()))
         for _, labels, weight in dataset.as_numpy_iterator():
             seen.append(labels[weight == 1])
@@ -181,9 +177,7 @@ def test_the_global_policy_changes_no_bit(tree):
 
 
 def test_mixup_rows_are_shares_of_two_classes():
-    dataset = train_pipeline(
-        _numbered(8), batch_size=4, image_size=4, mixup=1.0, label_format="onehot"
-    )
+    dataset = train_pipeline(_numbered(8), batch_size=4, image_size=4, mixup=1.0, label_format="onehot")
     plain = train_pipeline(_numbered(8), batch_size=4, image_size=4, label_format="onehot")
     for (_, mixed), (_, own) in zip(_take(dataset, 5), _take(plain, 5)):
         np.testing.assert_allclose(mixed.sum(axis=1), 1, atol=1e-6)
@@ -196,7 +190,7 @@ def test_mixup_rows_are_shares_of_two_classes():
 def test_label_rows_of_the_source_are_kept():
     rows = np.array([[0, 1, 1], [0.5, 0, 0.5]], np.float32)
     source = from_arrays(np.zeros((2, 4, 4, 1), np.uint8), rows)
-    (_, labels), = _take(train_pipeline(source, batch_size=2, image_size=4, shuffle=False), 1)
+    ((_, labels),) = _take(train_pipeline(source, batch_size=2, image_size=4, shuffle=False), 1)
     np.testing.assert_array_equal(labels, rows)
 
 
@@ -214,8 +208,8 @@ def test_files_in_memory_give_the_batches_of_the_files(tree):
 
 def test_central_crop_cuts_the_border(tree):
     for source in (digits(), from_folders(tree)):
-        (images, _, _), = _take(eval_pipeline(source, batch_size=2, image_size=8, crop="central"), 1)
-        (whole, _, _), = _take(eval_pipeline(source, batch_size=2, image_size=8), 1)
+        ((images, _, _),) = _take(eval_pipeline(source, batch_size=2, image_size=8, crop="central"), 1)
+        ((whole, _, _),) = _take(eval_pipeline(source, batch_size=2, image_size=8), 1)
         assert images.shape == whole.shape and not np.array_equal(images, whole)
 
 

@@ -49,9 +49,7 @@ def test_value_range():
 
 def test_evaluation_chain():
     small = preprocess.resize_small(IMAGE, 56)
-    _assert_equal_images(
-        preprocess.to_float(preprocess.central_crop(small, (48, 48))), "eval_i1k"
-    )
+    _assert_equal_images(preprocess.to_float(preprocess.central_crop(small, (48, 48))), "eval_i1k")
 
 
 def test_few_shot_chain():
@@ -68,9 +66,7 @@ def test_resize_of_a_batch_equals_resize_of_each():
 
 def test_crop_windows_lie_inside_and_keep_area_and_aspect():
     shape = tf.constant([300, 400, 3])
-    windows = np.array(
-        [preprocess.crop_window(shape, tf.constant([7, i]), (0.2, 0.6)) for i in range(200)]
-    )
+    windows = np.array([preprocess.crop_window(shape, tf.constant([7, i]), (0.2, 0.6)) for i in range(200)])
     top, left, height, width = windows.T
     assert top.min() >= 0 and left.min() >= 0
     assert (top + height).max() <= 300 and (left + width).max() <= 400

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from vit_tpu import config as configs
+from vit_tpu import settings
 from vit_tpu.errors import UserError
 from vit_tpu.tpu import planner, search, topologies
 
@@ -17,8 +17,8 @@ class FakeJob:
 
     def __init__(self, fixed, each, accumulation_steps=1, chip=V3):
         self.fixed, self.each, self.chip = fixed, each, chip
-        training = dataclasses.replace(configs.Config().training, accumulation_steps=accumulation_steps)
-        self.config = dataclasses.replace(configs.Config(), training=training)
+        training = dataclasses.replace(settings.Config().training, accumulation_steps=accumulation_steps)
+        self.config = dataclasses.replace(settings.Config(), training=training)
         self.compiled = []
 
     def plan(self, batch):
@@ -67,14 +67,14 @@ def test_chip_without_a_stated_limit_cannot_be_searched():
 @pytest.mark.parametrize("batch", ["0", "-3", "many", "1000000"])
 def test_impossible_batches_are_refused(batch):
     with pytest.raises(UserError, match=f'batch_per_core is "{batch}": give a number from 1'):
-        planner.make_plan(configs.Config(), batch_per_core=batch)
+        planner.make_plan(settings.Config(), batch_per_core=batch)
 
 
 def test_batch_that_does_not_divide_by_the_cores_is_refused():
     with pytest.raises(UserError, match="64 does not divide by 3 cores"):
-        planner.make_plan(configs.Config(), cores=3)
+        planner.make_plan(settings.Config(), cores=3)
 
 
 def test_unknown_chip_is_refused_before_anything_starts():
     with pytest.raises(UserError, match='chip "v9"'):
-        planner.make_plan(configs.Config(), chip="v9")
+        planner.make_plan(settings.Config(), chip="v9")

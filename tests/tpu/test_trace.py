@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from vit_tpu import config as configs
+from vit_tpu import settings
 from vit_tpu.errors import UserError
 from vit_tpu.tpu import trace
 
@@ -59,7 +60,7 @@ def test_classes_that_nothing_says_are_asked_for():
 
 
 def test_arguments_of_the_program_are_named_by_role():
-    config = dataclasses.replace(configs.Config(), precision="mixed_bfloat16")
+    config = dataclasses.replace(settings.Config(), precision="mixed_bfloat16")
     config = configs.replace(configs.replace(config, "model.depth", 1), "training.ema", 0.9)
     hlo, arguments = trace.Step(config).hlo(4)
     roles = [a["role"] for a in arguments]

@@ -55,8 +55,7 @@ def from_arrays(
         )
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise UserError(
-            f"{name}: images have shape {list(images.shape)}, expected [n, H, W, 1 or 3]: "
-            "move the channels last"
+            f"{name}: images have shape {list(images.shape)}, expected [n, H, W, 1 or 3]: move the channels last"
         )
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
@@ -71,9 +70,7 @@ def from_arrays(
     if class_names is None:
         class_names = [str(i) for i in range(num_classes)]
     if len(class_names) != num_classes:
-        raise UserError(
-            f"{name}: {len(class_names)} class names for {num_classes} classes: give one for each"
-        )
+        raise UserError(f"{name}: {len(class_names)} class names for {num_classes} classes: give one for each")
     if ids is not None and len(ids) != len(images):
         raise UserError(f"{name}: {len(ids)} ids for {len(images)} images: pass one for each")
     # Datasets run on the CPU: kept there, the array is captured by reference, not copied.
@@ -143,9 +140,7 @@ def from_npz(
     except Exception as error:  # zip, pickle and format errors come in many types
         raise UserError(f"{path} is not a readable .npz file ({error}): write it again") from None
     stem = os.path.splitext(os.path.basename(path))[0]
-    return from_arrays(
-        images, labels, name=f"{stem}/{split}", num_classes=num_classes, class_names=class_names
-    )
+    return from_arrays(images, labels, name=f"{stem}/{split}", num_classes=num_classes, class_names=class_names)
 
 
 def _plain_labels(labels: np.ndarray, name: str) -> np.ndarray:
@@ -157,6 +152,5 @@ def _plain_labels(labels: np.ndarray, name: str) -> np.ndarray:
     if labels.ndim == 2 and labels.dtype.kind in "fiub":
         return labels.astype(np.float32)
     raise UserError(
-        f"{name}: labels are {labels.dtype} {list(labels.shape)}, "
-        "expected integers [n] or float rows [n, classes]"
+        f"{name}: labels are {labels.dtype} {list(labels.shape)}, expected integers [n] or float rows [n, classes]"
     )

@@ -87,9 +87,7 @@ def decode_window(
         return tf.io.decode_and_crop_jpeg(data, window, channels=channels)
 
     def cut(image: tf.Tensor) -> tf.Tensor:
-        top, left, height, width = tf.unstack(
-            preprocess.crop_window(tf.shape(image), seed, area)
-        )
+        top, left, height, width = tf.unstack(preprocess.crop_window(tf.shape(image), seed, area))
         return image[top : top + height, left : left + width]
 
     return _decode(data, channels, options, jpeg, cut)
@@ -121,15 +119,11 @@ def _decode(data, channels, options, jpeg, after=lambda image: image):
     image = tf.cond(
         starts(b"\xff\xd8\xff"),
         jpeg,
-        lambda: tf.cond(
-            starts(b"\x89PNG\r\n\x1a\n"), png, lambda: tf.cond(plain_webp, webp, other)
-        ),
+        lambda: tf.cond(starts(b"\x89PNG\r\n\x1a\n"), png, lambda: tf.cond(plain_webp, webp, other)),
     )
     image = tf.ensure_shape(image, [None, None, channels])
     if options.exif == "apply":
-        turn = tf.numpy_function(
-            lambda value: np.int32(formats.orientation(_as_bytes(value))), [data], tf.int32
-        )
+        turn = tf.numpy_function(lambda value: np.int32(formats.orientation(_as_bytes(value))), [data], tf.int32)
         image = tf.ensure_shape(orient(image, turn), [None, None, channels])
     return image
 
@@ -179,9 +173,7 @@ def _jpeg_shape(data: tf.Tensor, options: Decode) -> tf.Tensor:
 
 def _png(data: tf.Tensor, head: tf.Tensor, options: Decode) -> tf.Tensor:
     # The header is at a fixed place: width, height (4 bytes each), bit depth, ...
-    sides = tf.cast(
-        tf.io.decode_raw(tf.strings.substr(head, 16, 8), tf.int32, little_endian=False), tf.int64
-    )
+    sides = tf.cast(tf.io.decode_raw(tf.strings.substr(head, 16, 8), tf.int32, little_endian=False), tf.int64)
     deep = tf.strings.substr(head, 24, 1) == b"\x10"
 
     def sixteen() -> tuple[tf.Tensor, tf.Tensor]:

@@ -29,6 +29,8 @@ def digits(split: str = "train") -> Source:
     in_validation = np.arange(len(by_class)) % 5 == 0
     chosen = np.sort(by_class[in_validation == (split == "validation")])
     return from_arrays(
-        images[chosen], bunch.target[chosen].astype(np.int32), name=f"digits/{split}",
+        images[chosen],
+        bunch.target[chosen].astype(np.int32),
+        name=f"digits/{split}",
         num_classes=10,
     )

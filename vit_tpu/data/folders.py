@@ -15,9 +15,7 @@ _TRAIN = ("train",)
 _VALIDATION = ("val", "valid", "validation", "test")
 
 
-def from_folders(
-    root: str | os.PathLike[str], split: str = "train", *, validation_share: float = 0.1
-) -> Source:
+def from_folders(root: str | os.PathLike[str], split: str = "train", *, validation_share: float = 0.1) -> Source:
     """Returns the `split` ("train" or "validation") of a tree of class folders.
 
     `root/train/<class>/*` with `root/{val,valid,validation,test}/<class>/*` (the first that
@@ -45,10 +43,7 @@ def from_folders(
     train_root = next((f"{root}/{name}" for name in _TRAIN if name in top), None)
     held_out = next((f"{root}/{name}" for name in _VALIDATION if name in top), None)
     if held_out and not train_root:
-        raise UserError(
-            f"{root} has {os.path.basename(held_out)}/ but no train/: "
-            "name the training folder train"
-        )
+        raise UserError(f"{root} has {os.path.basename(held_out)}/ but no train/: name the training folder train")
     by_folder = split == "validation" and held_out is not None
     base = held_out if by_folder and held_out else train_root or root
     classes = _folders(base)
@@ -70,8 +65,7 @@ def from_folders(
             files = [f for f, v in zip(files, in_validation) if v == (split == "validation")]
             if not files and split == "train":
                 raise UserError(
-                    f"class folder {base}/{name} leaves no image for training: "
-                    "add some or lower validation_share"
+                    f"class folder {base}/{name} leaves no image for training: add some or lower validation_share"
                 )
         paths += [f"{name}/{file}" for file in files]
         labels += [label] * len(files)
@@ -120,9 +114,7 @@ def _check_same_classes(train: str, held_out: str) -> None:
 def _folders(path: str) -> list[str]:
     """Returns the sorted names of the folders in `path`, hidden ones left out."""
     names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
-    return sorted(
-        name for name in names if not name.startswith(".") and tf.io.gfile.isdir(f"{path}/{name}")
-    )
+    return sorted(name for name in names if not name.startswith(".") and tf.io.gfile.isdir(f"{path}/{name}"))
 
 
 def _files(folder: str) -> list[str]:

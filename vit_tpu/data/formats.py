@@ -19,9 +19,7 @@ _READABLE = {b"\xff\xd8\xff": "JPEG", b"\x89PNG": "PNG", b"GIF8": "GIF", b"BM": 
 _EXIF_ORIENTATION = 0x0112
 
 
-def decode_with_pillow(
-    data: bytes, background: tuple[int, int, int], max_pixels: int
-) -> np.ndarray:
+def decode_with_pillow(data: bytes, background: tuple[int, int, int], max_pixels: int) -> np.ndarray:
     """Returns the first frame of a GIF, BMP or WebP as uint8 [H, W, 3], alpha laid on `background`.
 
     Raises:
@@ -91,8 +89,7 @@ def explain(data: bytes, max_pixels: int) -> str:
 def _check_pixels(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ValueError(
-            f"it announces {width} x {height} pixels, more than the limit of {max_pixels} "
-            "(decompression bomb)"
+            f"it announces {width} x {height} pixels, more than the limit of {max_pixels} (decompression bomb)"
         )
 
 

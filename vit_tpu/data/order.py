@@ -34,9 +34,7 @@ def shuffled(offset: tf.Tensor, epoch: tf.Tensor, num_examples: int, seed: int) 
     )
 
 
-def locate(
-    position: tf.Tensor, num_examples: int, seed: int, shuffle: bool = True
-) -> tuple[tf.Tensor, tf.Tensor]:
+def locate(position: tf.Tensor, num_examples: int, seed: int, shuffle: bool = True) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns (epoch, record index), int64 [b], for int64 stream positions [b]."""
     epoch = position // num_examples
     offset = position - epoch * num_examples
@@ -52,9 +50,7 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
         return shuffled(offset, tf.fill([num_examples], np.int64(epoch)), num_examples, seed).numpy()
 
 
-def host_positions(
-    step: tf.Tensor, batch_size: int, num_hosts: int = 1, host: int = 0
-) -> tf.Tensor:
+def host_positions(step: tf.Tensor, batch_size: int, num_hosts: int = 1, host: int = 0) -> tf.Tensor:
     """Returns int64 [batch_size / num_hosts]: the stream positions of `host` in step `step`.
 
     Host h takes the h-th slice of each global batch, so the global batch, hosts laid end to end,

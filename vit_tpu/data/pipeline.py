@@ -125,9 +125,7 @@ def train_pipeline(
                 image, label = augmented(before)
                 ok = before["ok"][0]
                 pair = tf.where(ok, image[0], images[0]), tf.where(ok, label[0], labels[0])
-            images, labels = augment.mixup(
-                images, labels, keys.make_key(seed, _MIXUP, step), mixup, pair
-            )
+            images, labels = augment.mixup(images, labels, keys.make_key(seed, _MIXUP, step), mixup, pair)
         images = tf.ensure_shape(images, [share, *size, channels])
         return images, tf.ensure_shape(labels, [share, width] if rows else [share])
 
@@ -248,9 +246,7 @@ def _load(source, steps, positions, find, count, size, channels, decode, crop, a
     """Picks the short or the long way; `steps(k)` gives step numbers, each divided in k parts."""
     _choose("crop", crop, ("resize", "inception", "central"))
     if _is_short(source, crop):
-        return records.load_from_memory(
-            source, steps(1), lambda step: find(positions(step)), size, channels
-        )
+        return records.load_from_memory(source, steps(1), lambda step: find(positions(step)), size, channels)
     chunk = records.chunk_size(count)
     parts = count // chunk
 
@@ -259,9 +255,7 @@ def _load(source, steps, positions, find, count, size, channels, decode, crop, a
         return find(positions(number // parts)[first : first + chunk])
 
     read = records.make_reader(source, size, channels, decode, crop, area, flip)
-    return records.load_records(
-        source, steps(parts), find_chunk, read, chunk, parts, broken, (*size, channels)
-    )
+    return records.load_records(source, steps(parts), find_chunk, read, chunk, parts, broken, (*size, channels))
 
 
 def _with_options(dataset: tf.data.Dataset, deterministic: bool) -> tf.data.Dataset:
@@ -288,6 +282,4 @@ def _row_width(source: Source, num_classes: int | None) -> int:
 
 def _choose(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UserError(
-            f'{option} is "{value}": use {", ".join(allowed)}{nearest(value, allowed)}'
-        )
+        raise UserError(f'{option} is "{value}": use {", ".join(allowed)}{nearest(value, allowed)}')

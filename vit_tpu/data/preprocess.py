@@ -36,9 +36,7 @@ def central_crop(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
     return tf.ensure_shape(cut, [size[0], size[1], image.shape[-1]])
 
 
-def crop_window(
-    shape: tf.Tensor, seed: tf.Tensor, area: tuple[float, float] = (0.05, 1.0)
-) -> tf.Tensor:
+def crop_window(shape: tf.Tensor, seed: tf.Tensor, area: tuple[float, float] = (0.05, 1.0)) -> tf.Tensor:
     """Returns int32 (top, left, height, width) of a random crop, as in Inception's training.
 
     Args:

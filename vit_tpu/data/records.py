@@ -42,13 +42,9 @@ def make_reader(
     def inception(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
         seed = keys.op_seed(key, augment.CROP)
         if source.encoded:
-            return preprocess.resize(
-                decode_window(image, seed, crop_area, channels, decode), size
-            )
+            return preprocess.resize(decode_window(image, seed, crop_area, channels, decode), size)
         image = decoded(image)
-        top, left, height, width = tf.unstack(
-            preprocess.crop_window(tf.shape(image), seed, crop_area)
-        )
+        top, left, height, width = tf.unstack(preprocess.crop_window(tf.shape(image), seed, crop_area))
         return preprocess.resize(image[top : top + height, left : left + width], size)
 
     def central(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
@@ -154,10 +150,7 @@ def load_records(
         return found | tried.concatenate(each).take(1).get_single_element()
 
     def join(parts: Tensors) -> Tensors:
-        return {
-            name: tf.reshape(part, [chunks_per_step * chunk, *part.shape[2:]])
-            for name, part in parts.items()
-        }
+        return {name: tf.reshape(part, [chunks_per_step * chunk, *part.shape[2:]]) for name, part in parts.items()}
 
     loaded = chunks.map(load, num_parallel_calls=tf.data.AUTOTUNE)
     return loaded.batch(chunks_per_step, drop_remainder=True).map(join)
@@ -176,15 +169,11 @@ def replace_broken(batch: Tensors) -> Tensors:
         onwards = (tf.range(count)[:, None] + tf.range(count)[None]) % count
         ahead = tf.argmax(tf.cast(tf.gather(batch["ok"], onwards), tf.int32), axis=1)
         chosen = (tf.range(count, dtype=tf.int64) + ahead) % tf.cast(count, tf.int64)
-        some = tf.debugging.Assert(
-            tf.reduce_any(batch["ok"]), ["no record of the batch could be read"]
-        )
+        some = tf.debugging.Assert(tf.reduce_any(batch["ok"]), ["no record of the batch could be read"])
         with tf.control_dependencies([some]):
             return tf.gather(batch["image"], chosen), tf.gather(batch["label"], chosen)
 
-    image, label = tf.cond(
-        tf.reduce_all(batch["ok"]), lambda: (batch["image"], batch["label"]), fill
-    )
+    image, label = tf.cond(tf.reduce_all(batch["ok"]), lambda: (batch["image"], batch["label"]), fill)
     image = tf.ensure_shape(image, batch["image"].shape)
     return batch | {"image": image, "label": tf.ensure_shape(label, batch["label"].shape)}
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 
 if TYPE_CHECKING:
     from vit_tpu.tpu.planner import Plan, Say

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
+from vit_tpu import settings
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 from vit_tpu.tpu import compiler, report, search, topologies
 from vit_tpu.tpu.topologies import Chip
 from vit_tpu.tpu.tracer import Tracer
@@ -55,7 +56,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as --json writes them."""
-        values = dataclasses.asdict(dataclasses.replace(self, config=configs.Config()))
+        values = dataclasses.asdict(dataclasses.replace(self, config=settings.Config()))
         values["config"] = configs.to_dict(self.config)
         values["memory"]["buffers"] = values["memory"]["buffers"][:40]
         return {**values, "fits": self.fits, "estimated_not_measured": True}

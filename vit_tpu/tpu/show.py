@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vit_tpu.config import Config
+from vit_tpu.settings import Config
 from vit_tpu.tpu import report
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 
 _SMALL = 1024  # elements; smaller variables are initialised as usual
 _NOMINAL_EXAMPLES = 1_281_167  # the schedule's constants need a number; memory and time do not depend on it

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 from vit_tpu.tpu import cache as caches
 from vit_tpu.tpu.compiler import CompilerError
 

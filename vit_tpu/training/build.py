@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from vit_tpu import devices, losses, precision
-from vit_tpu.config import Config
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import LossScale
 from vit_tpu.optim import build as build_by_name
+from vit_tpu.settings import Config
 from vit_tpu.training import schedule
 
 

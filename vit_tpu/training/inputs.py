@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from vit_tpu.config import Config
 from vit_tpu.data import arrays, digits, folders, in_memory, labels, pipeline, synthetic
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 
 MEMORY_LIMIT = 2**30  # bytes of pixels that are kept in memory without being asked
 

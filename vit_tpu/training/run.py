@@ -14,12 +14,12 @@ import tf_keras as keras
 
 from vit_tpu import config as configs
 from vit_tpu import devices
-from vit_tpu.config import Config
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.models.vit import ViT
+from vit_tpu.settings import Config
 from vit_tpu.training import build, callbacks, display, inputs, peak, plots, profiling, schedule, state, summary
 from vit_tpu.training.summary import Summary
 from vit_tpu.training.workdir import Workdir

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from vit_tpu.config import Config
 from vit_tpu.errors import UserError
 from vit_tpu.optim import schedules
+from vit_tpu.settings import Config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu import devices
-from vit_tpu.config import Config
 from vit_tpu.data.source import Source
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import decay
+from vit_tpu.settings import Config
 from vit_tpu.training import callbacks, display, inputs, peak, schedule
 from vit_tpu.training.workdir import Workdir
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from vit_tpu import config as configs
-from vit_tpu.config import Config
 from vit_tpu.errors import UserError
+from vit_tpu.settings import Config
 from vit_tpu.training import state
 
 # What may differ between the parts of one run: nothing here changes the mathematics of a step already taken.
