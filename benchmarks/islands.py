@@ -42,8 +42,8 @@ OPTIMIZERS = {
     "adafactor": lambda rate: optim.Adafactor(rate(3e-3), weight_decay=0.05),
     "lamb": lambda rate: optim.LAMB(rate(2e-2), weight_decay=0.05),
     # The head starts at zero: scaled by its own length it can only grow by a share of itself in each step.
-    "lamb, head unscaled": lambda rate: optim.LAMB(
-        rate(2e-2), weight_decay=0.05, exclude_from_layer_adaptation=["head", "bias", "norm*", "posemb"]
+    "lamb, head scaled": lambda rate: optim.LAMB(
+        rate(2e-2), weight_decay=0.05, exclude_from_layer_adaptation=["bias", "norm*", "posemb"]
     ),
     "sgd": lambda rate: optim.SGD(rate(0.1), momentum=0.9, weight_decay=1e-3),
 }

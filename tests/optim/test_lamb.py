@@ -9,7 +9,7 @@ from optim_helpers import list_parameters, make_gradients, make_variables, run, 
 
 from vit_tpu.errors import UserError
 from vit_tpu.optim import LAMB, LossScale
-from vit_tpu.optim.decay import resolve
+from vit_tpu.optim.decay import Parameter, resolve
 
 MIXED = {
     "dense/kernel": (6, 5),
@@ -156,14 +156,25 @@ def test_excluded_from_trust_ratio_still_decays(style, want):
     np.testing.assert_allclose(weights.numpy(), want, atol=1e-5)
 
 
-def test_by_default_kernels_alone_are_decayed_and_trust_scaled():
+def test_by_default_kernels_alone_are_decayed_and_those_of_the_body_trust_scaled():
     parameters = list_parameters()
     optimizer = LAMB(weight_decay=0.1)
     optimizer.assign_groups(resolve(parameters))
     for parameter in parameters:
         rule = optimizer.rule(parameter.variable)
         kernel = parameter.kind == "kernel"
-        assert (rule.trust, rule.decay != "none") == (kernel, kernel), parameter.path
+        body = kernel and parameter.path != "head/kernel"
+        assert (rule.trust, rule.decay != "none") == (body, kernel), parameter.path
+
+
+def test_a_head_that_starts_at_zero_grows_as_with_adam_by_default():
+    # With a trust ratio its own length |w| / |direction| would be its rate, and 50 steps would bring it to 0.06.
+    head = tf.Variable(tf.zeros([2, 2]))
+    optimizer = LAMB(0.02)
+    optimizer.assign_groups(resolve([Parameter("head/kernel", head, "kernel", "head", 2)]))
+    for _ in range(50):
+        optimizer.apply_gradients([(tf.ones([2, 2]), head)])
+    np.testing.assert_allclose(head.numpy(), -np.ones([2, 2]), rtol=1e-4)
 
 
 def test_trust_clip_bounds_the_ratio():

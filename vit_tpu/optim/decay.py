@@ -123,8 +123,9 @@ def resolve(
     """Sorts a model's parameters into groups that are updated alike.
 
     By default kernels decay (the classifier's by the head's value, all others by the body's, as
-    the paper does) and, with LAMB, are scaled by their trust ratio; biases, normalisation and layer
-    scales, position embeddings and tokens get neither (what Addons' and timm's LAMB users expect).
+    the paper does); biases, normalisation and layer scales, position embeddings and tokens do not.
+    With LAMB the body's kernels are scaled by their trust ratio and nothing else is: the
+    classifier starts at zero, from where a trust ratio would hardly let it grow.
 
     Args:
       parameters: `model.parameters()`.
@@ -168,7 +169,8 @@ def resolve(
     for position, parameter in enumerate(parameters):
         kernel, path = parameter.kind == "kernel", parameter.path
         decays = kernel if undecayed is None else path not in undecayed
-        trust = kernel if unscaled is None else path not in unscaled
+        # A classifier that starts at zero would have its own tiny length for a rate: it could hardly leave zero.
+        trust = (kernel and parameter.part != "head") if unscaled is None else path not in unscaled
         decay = decay_class(parameter) if decays else "none"
         scale = 0.0 if path in frozen else _lr_scale(parameter, layer_decay, top)
         members.setdefault((decay, trust, scale), []).append(position)

@@ -34,9 +34,9 @@ DECAY_STYLES = ("decoupled", "paper")
 class LAMB(Adam):
     """Adam with a trust ratio for each variable; see the module for the two formulas.
 
-    With a vit_tpu model, kernels are trust-scaled and decayed; biases, normalisation and layer
-    scales, position embeddings and tokens are neither (as users of Addons' and timm's LAMB set it
-    up). Without groups every variable is both. The two exclusion lists are independent: leaving a
+    With a vit_tpu model, kernels are decayed and, except the classifier's, trust-scaled; biases,
+    normalisation and layer scales, position embeddings and tokens are neither. Without groups
+    every variable is both. The two exclusion lists are independent: leaving a
     variable out of the decay keeps its trust ratio.
 
     Args:
