@@ -154,7 +154,8 @@ def test_values_take_the_fields_type(override, key, value):
     [
         ("- a\n- b\n", "holds no keys"),
         ("", "holds no keys"),
-        ("a: [1\n", "is not YAML"),
+        ("a: [1\n", "is not valid YAML"),
+        ("model:\n  pool: gap\n  scan: true\n  pool: map\n", 'the key "pool" is given twice, once more in line 4'),
         ("optimizer: lamb\n", "optimizer is a section with keys of its own"),
         ("modle:\n  pool: gap\n", 'unknown key "modle" .did you mean "model"'),
         ("model:\n  poool: gap\n", 'unknown key "model.poool" .did you mean "pool"'),

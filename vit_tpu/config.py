@@ -197,16 +197,29 @@ def _pairs(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]
     return pairs
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key given twice is an error: the first value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: list[Any] = []
+        for key, _ in node.value:
+            seen.append(self.construct_object(key, deep=True))
+            if seen.count(seen[-1]) > 1:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f'the key "{seen[-1]}" is given twice, once more in line {line}')
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: pathlib.Path) -> Mapping[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), Loader=_StrictLoader)
     except OSError as error:
         siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise UserError(f"config {path} cannot be read ({error.strerror}){nearest(str(path), siblings)}") from None
     except UnicodeDecodeError:
         raise UserError(f"config {path} is not text in UTF-8") from None
     except yaml.YAMLError as error:
-        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"config {path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, Mapping):
         raise UserError(f"config {path} holds no keys: see experiments/ for examples")
     return values
