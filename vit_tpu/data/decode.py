@@ -62,6 +62,20 @@ def decode_image(data: tf.Tensor, channels: int = 3, options: Decode | None = No
     return _decode(data, channels, options, lambda: _whole_jpeg(data, channels, options))
 
 
+def decode_in_graph(data: tf.Tensor, channels: int = 3, options: Decode | None = None) -> tf.Tensor:
+    """As `decode_image`, by TensorFlow's operations alone, for graphs that run without Python.
+
+    JPEG, PNG, BMP, WebP and a GIF's first frame; orientation is ignored and alpha is laid on the background for PNG
+    only. Anything else is an error.
+    """
+    options = options or Decode()
+
+    def other(data: tf.Tensor) -> tf.Tensor:
+        return tf.io.decode_image(data, channels=3, expand_animations=False)
+
+    return _decode(data, channels, options, lambda: _whole_jpeg(data, channels, options), other=other)
+
+
 def decode_window(
     data: tf.Tensor,
     seed: tf.Tensor,
@@ -93,7 +107,7 @@ def decode_window(
     return _decode(data, channels, options, jpeg, cut)
 
 
-def _decode(data, channels, options, jpeg, after=lambda image: image):
+def _decode(data, channels, options, jpeg, after=lambda image: image, other=None):
     data = tf.convert_to_tensor(data, tf.string)
 
     head = tf.strings.substr(data, 0, 32) + b"\0" * 32  # padded: substr must start inside
@@ -109,9 +123,11 @@ def _decode(data, channels, options, jpeg, after=lambda image: image):
         image = tf.ensure_shape(image, [None, None, 3])
         return after(preprocess.to_channels(image, channels))
 
-    def other() -> tf.Tensor:
-        image = tf.numpy_function(lambda value: _by_pillow(value, options), [data], tf.uint8)
-        image = tf.ensure_shape(image, [None, None, 3])
+    def by_pillow(data: tf.Tensor) -> tf.Tensor:
+        return tf.numpy_function(lambda value: _by_pillow(value, options), [data], tf.uint8)
+
+    def rest() -> tf.Tensor:
+        image = tf.ensure_shape((other or by_pillow)(data), [None, None, 3])
         return after(preprocess.to_channels(image, channels))
 
     # "VP8 " is the plain lossy kind, which has neither alpha nor animation.
@@ -119,10 +135,10 @@ def _decode(data, channels, options, jpeg, after=lambda image: image):
     image = tf.cond(
         starts(b"\xff\xd8\xff"),
         jpeg,
-        lambda: tf.cond(starts(b"\x89PNG\r\n\x1a\n"), png, lambda: tf.cond(plain_webp, webp, other)),
+        lambda: tf.cond(starts(b"\x89PNG\r\n\x1a\n"), png, lambda: tf.cond(plain_webp, webp, rest)),
     )
     image = tf.ensure_shape(image, [None, None, channels])
-    if options.exif == "apply":
+    if options.exif == "apply" and other is None:
         turn = tf.numpy_function(lambda value: np.int32(formats.orientation(_as_bytes(value))), [data], tf.int32)
         image = tf.ensure_shape(orient(image, turn), [None, None, channels])
     return image

@@ -1,0 +1,96 @@
+"""What `python -m vit_tpu.export` does: finds the model and its data, then `export_model`."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from vit_tpu import config as configs
+from vit_tpu.data import pipeline
+from vit_tpu.errors import UserError
+from vit_tpu.evaluation import loading
+from vit_tpu.evaluation.loading import Trained
+from vit_tpu.exporting.artefact import ExportReport, export_model
+from vit_tpu.training import inputs
+
+
+def export_trained(
+    folder: str | os.PathLike[str],
+    format: str = "saved_model",
+    *,
+    workdir: str | os.PathLike[str] | None = None,
+    weights: str | None = None,
+    variant: str | None = None,
+    class_names: str | os.PathLike[str] | None = None,
+    ema: bool | None = None,
+    calibration: int = 100,
+    examples: int = 64,
+    overrides: Sequence[str] = (),
+) -> ExportReport:
+    """Exports the model of a run's folder or of a weight file; see `vit_tpu.export_model`.
+
+    Args:
+      folder: to write; must not exist.
+      format: as in `export_model`.
+      workdir: of a run, or None.
+      weights, variant: of a weight file, or None.
+      class_names: file of names; the run's own if None.
+      ema: as in `evaluation.loading.from_run`.
+      calibration: training images for tflite_int8.
+      examples: validation images to compare on; 0 compares on noise.
+      overrides: changes of the config, such as "data.path=elsewhere".
+    """
+    if workdir is not None:
+        trained = loading.from_run(workdir, ema=ema, overrides=overrides)
+    else:
+        assert weights is not None
+        given = [f"model.variant={variant}", *overrides] if variant else overrides
+        trained = loading.from_weights(weights, given)
+    names = loading.read_class_names(class_names) if class_names else trained.names
+    config = trained.config
+    batches = list(_images(trained, "train", calibration)) if format == "tflite_int8" else []
+    samples = _samples(trained, examples)
+    print(f"exporting {trained.weights}", flush=True)
+    return export_model(
+        trained.model, folder, format, class_names=names, crop="central" if config.data.crop == "inception" else
+        "resize", loss=config.training.loss, calibration=batches, samples=samples, facts=_facts(trained, workdir),
+    )  # fmt: skip
+
+
+def _samples(trained: Trained, count: int) -> np.ndarray | None:
+    if not count:
+        return None
+    try:
+        return np.concatenate(list(_images(trained, "validation", count)))
+    except UserError as error:
+        print(f"the data of this model is not here, so the comparison is on noise ({error})")
+        return None
+
+
+def _images(trained: Trained, split: str, count: int) -> Iterator[np.ndarray]:
+    """Yields float32 batches of `count` images, spread over the split, as the model's evaluation sees them."""
+    config = trained.config
+    source = inputs.open_source(config, split)
+    crop = "central" if config.data.crop == "inception" else "resize"
+    model = trained.model
+    images = pipeline.sample_images(source, count, image_size=model.image_size, channels=model.channels, crop=crop)
+    if not len(images["image"]):
+        raise UserError(f"{source.name}: no image of the {split} split can be read")
+    yield np.asarray(images["image"], np.float32) / np.float32(127.5) - 1
+
+
+def _facts(trained: Trained, workdir: str | os.PathLike[str] | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {"Weights": {"from": trained.weights}}
+    if workdir is not None:
+        written = pathlib.Path(workdir) / "summary.json"
+        if written.exists():
+            summary = json.loads(written.read_text())
+            results = {f"validation {name}": value for name, value in (summary.get("validation") or {}).items()}
+            facts["Results"] = {"steps": summary.get("steps"), **results}
+        facts["Configuration"] = configs.to_yaml(trained.config)
+    return facts
