@@ -9,7 +9,8 @@ from vit_tpu import optim
 from vit_tpu.data import pipeline
 from vit_tpu.data.arrays import from_arrays
 from vit_tpu.errors import UserError
-from vit_tpu.exporting.servable import Recipe, Servable, float32_copy
+from vit_tpu.exporting.servable import Recipe, Servable
+from vit_tpu.models.rebuild import float32_copy
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -17,7 +17,8 @@ import tensorflow as tf
 from vit_tpu._version import __version__
 from vit_tpu.errors import UserError, nearest
 from vit_tpu.exporting import card, formats
-from vit_tpu.exporting.servable import Recipe, Servable, float32_copy
+from vit_tpu.exporting.servable import Recipe, Servable
+from vit_tpu.models.rebuild import float32_copy
 from vit_tpu.models.vit import ViT
 
 # Largest difference to the float32 model, as a share of max(1, largest output): other kernels add in another order.
