@@ -7,7 +7,7 @@ from typing import Any
 
 from vit_tpu import devices, losses, precision
 from vit_tpu.models.vit import ViT
-from vit_tpu.optim import LossScale
+from vit_tpu.optim import Ema, LossScale
 from vit_tpu.optim import build as build_by_name
 from vit_tpu.settings import Config
 from vit_tpu.training import schedule
@@ -38,11 +38,18 @@ def build_model(
         loss = losses.LOSSES[t.loss](label_smoothing=t.label_smoothing)
         model.compile(
             build_optimizer(config, plan), loss, ["accuracy"], grad_clip_norm=t.grad_clip_norm,
-            accumulation_steps=t.accumulation_steps, ema=t.ema, steps_per_execution=plan.steps_per_execution,
+            accumulation_steps=t.accumulation_steps, ema=averaging(config, plan), steps_per_execution=plan.steps_per_execution,
             jit_compile=False if t.check_numerics else t.jit, seed=t.seed, freeze=config.optimizer.freeze,
             layer_decay=config.optimizer.layer_decay, max_skipped=t.max_skipped,
         )  # fmt: skip
     return model
+
+
+def averaging(config: Config, plan: schedule.Plan) -> float | Ema | None:
+    """Returns what `model.compile(ema=...)` takes: a decay, or the mean that the paper fine-tunes ViT-G with."""
+    if config.training.ema == "polyak":
+        return Ema(decay=None, start_step=schedule.learning_rate(config, plan).warmup_steps)
+    return config.training.ema  # type: ignore[return-value]  # texts other than polyak are refused
 
 
 def build_optimizer(config: Config, plan: schedule.Plan) -> Any:
