@@ -145,3 +145,18 @@ def test_unknown_names_are_one_sentence(name, words):
     with pytest.raises(UserError, match=words) as caught:
         ViT(name)
     assert "\n" not in str(caught.value)
+
+
+def test_counts_without_building_are_those_of_the_layers(refs, without_weights):
+    for row in refs("variant_param_counts.json"):
+        size = row["patch"] * (224 // row["patch"])
+        for key, (pool, classes) in HEADS.items():
+            found = variants.parameter_count(
+                variants.variant(row["variant"]), image_size=size, num_classes=classes, pool=pool
+            )
+            assert found == row[f"params_{key}"], f"{row['variant']} {key}"
+    settings = {"image_size": (32, 48), "num_classes": 7, "pool": "tok", "channels": 1, "registers": 3}
+    for extra in ({"representation_size": 20}, {"layer_scale": 1e-5}, {"posemb": "sincos2d", "pool": "map"}):
+        model = ViT("Ti/16", **{**settings, **extra})
+        asked = {**settings, **extra, "layer_scale": "layer_scale" in extra}
+        assert variants.parameter_count(model.variant, **asked) == count(model), extra

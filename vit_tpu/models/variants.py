@@ -98,3 +98,31 @@ def flops(
     if representation_size:
         head, features = head + d * representation_size, representation_size
     return 2 * (stem + shape.depth * block + head + features * num_classes)
+
+
+def parameter_count(
+    shape: Variant,
+    *,
+    image_size: int | tuple[int, int],
+    num_classes: int = 0,
+    pool: str = "map",
+    posemb: str = "learn",
+    channels: int = 3,
+    registers: int = 0,
+    layer_scale: bool = False,
+    representation_size: int | None = None,
+) -> int:
+    """Returns the number of parameters of a `ViT` without building it; arguments as for `flops`."""
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    patches = (height // shape.patch_size) * (width // shape.patch_size)
+    d, m = shape.width, shape.mlp_dim
+    norm, attention, mlp = 2 * d, 4 * (d * d + d), d * m + m + m * d + d
+    total = shape.patch_size**2 * channels * d + d
+    total += d * ((posemb == "learn") * patches + (pool == "tok") + registers)
+    total += shape.depth * (2 * norm + attention + mlp + 2 * d * layer_scale) + norm
+    if pool == "map":
+        total += d + attention + norm + mlp
+    features = d
+    if representation_size:
+        total, features = total + (d + 1) * representation_size, representation_size
+    return total + (features + 1) * num_classes if num_classes else total

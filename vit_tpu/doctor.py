@@ -1,0 +1,74 @@
+"""Looks for what will go wrong: the installation, the devices, a run that has not started, a trace.
+
+Examples:
+  python -m vit_tpu.doctor
+      versions, devices and the precision they gain from, XLA, the clock
+  python -m vit_tpu.doctor --config=experiments/cifar10.yaml --set data.path=DIR --workdir=runs/first
+      also that run: records decoded, labels, batch arithmetic, shapes, memory, disk
+  python -m vit_tpu.doctor --config=experiments/vit_g14_jft.yaml --hardware=TPU
+      as if it ran on a TPU: which shapes are padded, by how much
+  python -m vit_tpu.doctor --profile=runs/first
+      where the time of a recorded trace went, and one advice
+
+Exit codes: 0 nothing to fix, 1 something must be fixed, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from vit_tpu.command import execute
+from vit_tpu.errors import UserError, nearest
+
+HARDWARE = ("CPU", "GPU", "TPU")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return execute(_define, _run, __doc__, arguments)
+
+
+def _define(flags: Any, values: Any) -> None:
+    flags.DEFINE_string("config", None, "experiment to look at; none: the installation alone", flag_values=values)
+    flags.DEFINE_multi_string("set", [], "key=value for any key of the config; may be repeated", flag_values=values)
+    flags.DEFINE_string("workdir", None, "folder the run would have", flag_values=values)
+    flags.DEFINE_string(
+        "hardware", None, "CPU, GPU or TPU: check shapes for it; default: what is here", flag_values=values
+    )
+    flags.DEFINE_integer("replicas", None, "devices that share a batch; default: what is here", flag_values=values)
+    flags.DEFINE_string("profile", None, "folder with a trace: read it instead", flag_values=values)
+    flags.DEFINE_string("json", None, "also write the findings to this file", flag_values=values)
+
+
+def _run(values: Any) -> int:
+    import dataclasses
+    import json
+    import pathlib
+
+    if values.hardware is not None and values.hardware not in HARDWARE:
+        raise UserError(f"--hardware={values.hardware}{nearest(values.hardware, HARDWARE)}: use CPU, GPU or TPU")
+    if values.replicas is not None and values.replicas < 1:
+        raise UserError(f"--replicas={values.replicas}: give a number above 0")
+    if values.profile:
+        from vit_tpu.diagnose import profile
+
+        found = profile.read(values.profile)
+        print(found)
+        if values.json:
+            written = dataclasses.asdict(found) | {"advice": found.advice()}
+            pathlib.Path(values.json).write_text(json.dumps(written, indent=1) + "\n")
+        return 0 if found.steps else 1
+    from vit_tpu.diagnose import examine, findings
+
+    results = examine.examine(
+        values.config, values.set, workdir=values.workdir, hardware=values.hardware, replicas=values.replicas
+    )
+    print(findings.report(results))
+    if values.json:
+        rows = [dataclasses.asdict(finding) for finding in results]
+        pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if findings.must_be_fixed(results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
