@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -82,7 +83,7 @@ def overlay(image: np.ndarray, attention: np.ndarray) -> np.ndarray:
     smooth = tf.image.resize(spread[..., None], (height, width), "bicubic").numpy()[..., 0].clip(0, 1)
     colours = matplotlib.colormaps["inferno"](smooth)[..., :3]
     grey = image.mean(-1, keepdims=True).repeat(3, -1) / 255
-    return np.uint8(np.round(255 * (0.45 * grey + 0.55 * colours)))
+    return np.round(255 * (0.45 * grey + 0.55 * colours)).astype(np.uint8)
 
 
 def attention_sheet(
@@ -92,10 +93,18 @@ def attention_sheet(
     captions: Sequence[str],
     title: str = "",
 ) -> pathlib.Path:
-    """Draws each image beside its overlay, four pairs a row, and returns the file.
+    """Saves `attention_figure` as a PNG and returns the file."""
+    file = pathlib.Path(path)
+    attention_figure(images, attentions, captions, title).savefig(file, dpi=110)
+    return file
+
+
+def attention_figure(
+    images: Sequence[np.ndarray], attentions: np.ndarray, captions: Sequence[str], title: str = ""
+) -> Any:
+    """Returns a matplotlib figure with each image beside its overlay, four pairs a row.
 
     Args:
-      path: of the PNG.
       images: uint8 [H, W, C].
       attentions: [n, rows, columns].
       captions: one for each image.
@@ -116,6 +125,4 @@ def attention_sheet(
         left.set_title(caption, fontsize=8, loc="left")
     if title:
         figure.suptitle(title, fontsize=10)
-    file = pathlib.Path(path)
-    figure.savefig(file, dpi=110)
-    return file
+    return figure

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import vit_tpu
 from vit_tpu.errors import UserError
-from vit_tpu.evaluation import explain
+from vit_tpu.pictures import attention as explain
 
 SETTINGS = {"width": 8, "depth": 2, "mlp_dim": 16, "num_heads": 2, "image_size": (8, 12), "num_classes": 3}
 
