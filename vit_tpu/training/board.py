@@ -98,7 +98,7 @@ class Board(StepCallback):
             ]
             maps = attention.attention_maps(self.model, floats)
             drawn["validation"] = attention.attention_figure(
-                images, maps, captions, "predictions and attention rollout"
+                list(images), maps, captions, "predictions and attention rollout"
             )
         for name, figure in drawn.items():
             if figure is not None:
