@@ -6,9 +6,9 @@ import tensorflow as tf
 
 import vit_tpu
 from vit_tpu import optim
-from vit_tpu.diagnose import numerics
 from vit_tpu.layers.attention import Attention
 from vit_tpu.layers.mlp import Mlp
+from vit_tpu.models import numerics
 
 SETTINGS = {"width": 16, "depth": 3, "mlp_dim": 32, "num_heads": 2, "image_size": 8, "num_classes": 4, "pool": "map"}
 
