@@ -265,6 +265,22 @@ def test_after_a_nan_loss_nothing_changes_and_the_error_names_the_step(per_execu
     assert model.counters.values()["bad_step"] == 3
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_check_numerics_stops_at_the_step_of_the_first_bad_gradient(jit):
+    model = Overflowing()
+    model.compile(optim.SGD(1.0), tiny.Given(), metrics=(), steps_per_execution=4, jit_compile=jit, check_numerics=True)
+    images = ratio_images(1.0, 1.0, float("inf"), 1.0)
+    with pytest.raises(guard.NonFiniteError, match="loss or gradient of step 3 is not finite.* after step 2"):
+        model.fit(tiny.batches(images, np.ones(4, np.float32), batch=1), verbose=0)
+    assert weight(model) == pytest.approx(-2.0)  # two steps of 1, and not the fourth
+
+
+def test_check_numerics_lets_a_dynamic_loss_scale_find_its_height():
+    optimizer = LossScale(optim.SGD(1.0), initial_scale=4.0, min_scale=0.25)
+    model = overflowing([float("inf")] * 2 + [1.0], optimizer, check_numerics=True)
+    assert model.counters.values()["bad_step"] == 0 and weight(model) == pytest.approx(-1.0)
+
+
 # One compilation, the same numbers in every mode.
 
 

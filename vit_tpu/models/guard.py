@@ -24,7 +24,8 @@ class Counters(tf.Module):
       steps: training steps taken, applied or not.
       skipped: steps whose gradient was not finite.
       in_a_row: how many of the last steps were skipped without an applied one between.
-      bad_step: 1-based number of the first step whose loss was not finite, or 0. While it is set nothing is updated.
+      bad_step: 1-based number of the first step whose loss (strictly: or gradient) was not finite, or 0. While it is
+        set nothing is updated.
       bad_gradient: index of the first parameter whose gradient was not finite in the last skipped step, or -1.
     """
 
@@ -39,19 +40,23 @@ class Counters(tf.Module):
     def latched(self) -> tf.Tensor:
         return self.bad_step.read_value() > 0
 
-    def update(self, loss: tf.Tensor, ok: tf.Tensor, squares: tf.Tensor) -> None:
+    def update(self, loss: tf.Tensor, ok: tf.Tensor, squares: tf.Tensor, strict: bool = False) -> None:
         """Counts one step.
 
         Args:
           loss: float32 scalar, the global mean loss.
           ok: whether the update was applied.
           squares: float32 [V], the squared norm of each parameter's gradient (not finite if the gradient is not).
+          strict: whether a gradient that is not finite latches, too.
         """
         latched = self.latched()
         step = self.steps.read_value() + 1
-        bad = tf.logical_and(tf.logical_not(tf.math.is_finite(loss)), tf.logical_not(latched))
-        skipped = tf.logical_and(tf.logical_not(ok), tf.logical_not(latched))
         broken = tf.logical_not(tf.math.is_finite(squares))
+        bad = tf.logical_not(tf.math.is_finite(loss))
+        if strict:
+            bad = tf.logical_or(bad, tf.reduce_any(broken))
+        bad = tf.logical_and(bad, tf.logical_not(latched))
+        skipped = tf.logical_and(tf.logical_not(ok), tf.logical_not(latched))
         first = tf.where(tf.reduce_any(broken), tf.argmax(tf.cast(broken, tf.int32)), tf.constant(-1, tf.int64))
         self.bad_step.assign(tf.where(bad, step, self.bad_step.read_value()))
         self.bad_gradient.assign(tf.where(skipped, first, self.bad_gradient.read_value()))
@@ -103,8 +108,9 @@ def check(model: Any) -> None:
     """Raises NonFiniteError if the model's counters say that training has gone wrong."""
     values = model.counters.values()
     if values["bad_step"]:
+        what = "loss or gradient" if model.compiled["check_numerics"] else "loss"
         raise NonFiniteError(
-            f"the loss of step {values['bad_step']} is not finite; the weights are those after step "
+            f"the {what} of step {values['bad_step']} is not finite; the weights are those after step "
             f"{values['bad_step'] - 1}. Look at that step's batch (a label outside the head's classes "
             "gives NaN), lower the learning rate or lengthen the warm-up"
         )

@@ -44,7 +44,8 @@ class StepModel(keras.Model):
         self, optimizer: Any = "adamw", loss: Any = "softmax", metrics: Sequence[Any] = ("accuracy",), *,
         grad_clip_norm: float | None = None, accumulation_steps: int = 1, ema: float | Ema | None = None,
         steps_per_execution: int = 1, jit_compile: bool | None = None, seed: int = 0, freeze: Sequence[str] = (),
-        layer_decay: float | None = None, max_skipped: int = 50, run_eagerly: bool = False,
+        layer_decay: float | None = None, max_skipped: int = 50, check_numerics: bool = False,
+        run_eagerly: bool = False,
     ):  # fmt: skip
         """Says how to train.
 
@@ -64,6 +65,8 @@ class StepModel(keras.Model):
           freeze: globs of parameter paths that are not trained ("embedding/*", or "body").
           layer_decay: factor on the learning rate from each block to the one before it, or None.
           max_skipped: consecutive steps without a finite gradient after which training stops with an error.
+          check_numerics: take a gradient that is not finite for a loss that is not finite: the run stops at that step.
+            Not where a dynamic loss scale tries out how large it may be.
           run_eagerly: plain Python steps, for debugging.
 
         Raises:
@@ -75,7 +78,8 @@ class StepModel(keras.Model):
         self.compiled: dict[str, Any] = {
             "grad_clip_norm": grad_clip_norm, "accumulation_steps": accumulation_steps, "ema": ema, "seed": seed,
             "steps_per_execution": steps_per_execution, "jit_compile": jit_compile, "freeze": list(freeze),
-            "layer_decay": layer_decay, "max_skipped": max_skipped, "run_eagerly": run_eagerly,
+            "layer_decay": layer_decay, "max_skipped": max_skipped, "check_numerics": check_numerics,
+            "run_eagerly": run_eagerly,
         }  # fmt: skip
         optimizer = _accept_optimizer(optimizer, self.dtype_policy.name)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -188,7 +192,8 @@ class StepModel(keras.Model):
         optimizer.apply_gradients(pairs, skip_gradients_aggregation=True, ok=ok, **extra)
         if self.averages is not None:
             self.averages.update(ok)
-        counters.update(loss, ok, squares)
+        strict = self.compiled["check_numerics"] and not (isinstance(optimizer, LossScale) and optimizer.dynamic)
+        counters.update(loss, ok, squares, strict)
         # Every replica holds the global loss; each adds its own share of the weight so that the sum over replicas is
         # right.
         self.loss_tracker.update_state(tf.where(tf.math.is_finite(loss), loss, 0.0), tf.reduce_sum(weights))
