@@ -25,7 +25,7 @@ lint: $(STAMP)
 $(STAMP): setup.cfg setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[test,plan,export]"
+	$(BIN)/python -m pip install --quiet $(PINNED) --editable ".[test,plan,data,export]"
 	$(BIN)/python -m pip check
 	touch $(STAMP)
 

@@ -1,12 +1,16 @@
 """Images per second of the training input: decode, random crop to 224, flip, batch.
 
     python benchmarks/input.py [--images=256] [--count=1536] [--rounds=5] [--json=input.json]
+    python benchmarks/input.py --memory [--epochs=3] [--json=memory.json]
 
 Side by side, in one run and on the same files: this package's pipeline from class folders, a bare
 tf.data loop that does the same and nothing else (no order, no resume, no broken files: the limit),
-and Pillow in as many threads as there are cores. The JPEGs are made on the spot: 500 x 375, 4:2:0,
-quality 90, as large in bytes as photographs. On a machine that does other work too, trust the CPU
-columns: the wall clock there measures the neighbours.
+Pillow in as many threads as there are cores, and this package with one augmentation more. The
+JPEGs are made on the spot: 500 x 375, 4:2:0, quality 90, as large in bytes as photographs. The
+sides take turns; a ratio is the median over the rounds of two neighbours in time. On a machine that
+does other work too, trust the CPU columns: the wall clock there measures the neighbours.
+
+--memory reads whole epochs instead and prints the resident memory of the process after each.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +39,13 @@ _COUNT = flags.DEFINE_integer("count", 1536, "images in one measurement")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "how often each side is measured; the median counts")
 _SIZE = flags.DEFINE_integer("size", 224, "side of the finished image")
 _BATCH = flags.DEFINE_integer("batch", 32, "batch size")
+_MEMORY = flags.DEFINE_bool("memory", False, "measure host memory over epochs instead of speed")
+_EPOCHS = flags.DEFINE_integer("epochs", 3, "how many epochs --memory reads after one that warms up")
+_MORE = flags.DEFINE_list(
+    "augmentations",
+    ["randaugment", "autoaugment", "three_augment", "jitter", "erasing"],
+    "measured as sides of their own",
+)
 _JSON = flags.DEFINE_string("json", None, "also write the numbers to this file")
 
 
@@ -53,12 +65,16 @@ def make_files(root: pathlib.Path, count: int) -> None:
 Maker = Callable[[], Iterator[object]]  # each call starts from nothing
 
 
-def ours(root: pathlib.Path, size: int, batch: int) -> Maker:
+def ours(root: pathlib.Path, size: int, batch: int, **more: Any) -> Maker:
     source = from_folders(root, validation_share=1e-12)
-    dataset = train_pipeline(
-        source, batch_size=batch, image_size=size, crop="inception", flip=True
-    )
+    dataset = train_pipeline(source, batch_size=batch, image_size=size, crop="inception", flip=True, **more)
     return lambda: iter(dataset)
+
+
+AUGMENTATIONS: dict[str, dict[str, Any]] = {
+    "randaugment": {"policy": "randaugment"}, "autoaugment": {"policy": "autoaugment"},
+    "three_augment": {"policy": "three_augment"}, "jitter": {"jitter": 0.3}, "erasing": {"erasing": 0.25},
+}  # fmt: skip
 
 
 def bare(root: pathlib.Path, size: int, batch: int) -> Maker:
@@ -131,38 +147,69 @@ def measure(make: Maker, count: int, batch: int) -> tuple[float, float]:
     return wall, cpu
 
 
+def resident() -> int:
+    """Returns the bytes of memory that this process holds now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory(root: pathlib.Path) -> dict[str, Any]:
+    """Reads epochs with everything on and prints the resident memory after each."""
+    batches = ours(
+        root, _SIZE.value, _BATCH.value, policy="three_augment", erasing=0.25, cutmix=1.0, label_format="onehot"
+    )()
+    steps, found = max(_IMAGES.value // _BATCH.value, 1), []
+    for epoch in range(_EPOCHS.value + 1):
+        for _ in range(steps):
+            next(batches)
+        gc.collect()
+        found.append(resident())
+        name = f"epoch {epoch}" if epoch else "warm-up"
+        print(f"{name:10s}{found[-1] / 2**20:10.1f} MiB{(found[-1] - found[0]) / 2**20:+10.1f}", flush=True)
+    return {"images_an_epoch": steps * _BATCH.value, "resident_bytes": found}
+
+
 def main(argv: list[str]) -> None:
     del argv
-    sides: dict[str, Callable[[pathlib.Path, int, int], Maker]] = {
-        "vit_tpu": ours, "bare tf.data": bare, "Pillow": pillow,
-    }  # fmt: skip
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
         make_files(root, _IMAGES.value)
-        mean_bytes = statistics.mean(path.stat().st_size for path in root.glob("train/*/*"))
-        makers = {name: side(root, _SIZE.value, _BATCH.value) for name, side in sides.items()}
-        for make in makers.values():
-            next(make())
-        for _ in range(_ROUNDS.value):  # turn by turn: a busy moment hits all sides alike
-            for name, make in makers.items():
-                found[name].append(measure(make, _COUNT.value, _BATCH.value))
-    print(f"{_IMAGES.value} JPEGs of {mean_bytes / 1024:.0f} KiB, {os.cpu_count()} cores")
-    print(f"{'':14s}{'CPU ms/image':>14s}{'(range)':>14s}{'images/s/core':>15s}{'ratio':>7s}"
-          f"{'wall images/s':>15s}{'ratio':>7s}")  # fmt: skip
-    middle = {n: [statistics.median(column) for column in zip(*r)] for n, r in found.items()}
-    limit = middle["bare tf.data"]
-    for name, (wall, cpu) in middle.items():
-        low, high = min(r[1] for r in found[name]), max(r[1] for r in found[name])
-        print(f"{name:14s}{cpu:14.2f}{f'({low:.2f}..{high:.2f})':>14s}{1e3 / cpu:15.0f}"
-              f"{limit[1] / cpu:7.2f}{1e3 / wall:15.0f}{limit[0] / wall:7.2f}")  # fmt: skip
+        facts = memory(root) if _MEMORY.value else speed(root)
     if _JSON.value:
-        facts = {
-            "cores": os.cpu_count(), "load": os.getloadavg()[0], "mean_bytes": mean_bytes,
-            "size": _SIZE.value, "batch": _BATCH.value, "unit": "ms an image, each round",
-            "rounds": {n: [{"wall": w, "cpu": c} for w, c in r] for n, r in found.items()},
-        }  # fmt: skip
         pathlib.Path(_JSON.value).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def speed(root: pathlib.Path) -> dict[str, Any]:
+    """Measures all sides by turns and prints the table."""
+    size, batch = _SIZE.value, _BATCH.value
+    makers = {"vit_tpu": ours(root, size, batch), "bare tf.data": bare(root, size, batch),
+              "Pillow": pillow(root, size, batch)}  # fmt: skip
+    makers |= {f"+ {name}": ours(root, size, batch, **AUGMENTATIONS[name]) for name in _MORE.value if name}
+    mean_bytes = statistics.mean(path.stat().st_size for path in root.glob("train/*/*"))
+    for make in makers.values():
+        next(make())
+    rounds: list[dict[str, tuple[float, float]]] = []
+    for number in range(_ROUNDS.value):  # turn by turn, also in turned order: a busy moment hits all sides alike
+        order = list(makers)[:: -1 if number % 2 else 1]
+        rounds.append({name: measure(makers[name], _COUNT.value, batch) for name in order})
+    print(
+        f"{_IMAGES.value} JPEGs of {mean_bytes / 1024:.0f} KiB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'':16s}{'CPU ms/image':>14s}{'(range)':>14s}{'images/s/core':>15s}{'ratio':>7s}"
+          f"{'wall images/s':>15s}{'ratio':>7s}")  # fmt: skip
+    ratios = {}
+    for name in makers:
+        walls, cpus = zip(*(one[name] for one in rounds))
+        wall, cpu = statistics.median(walls), statistics.median(cpus)
+        wall_ratio, ratio = (statistics.median(r["bare tf.data"][i] / r[name][i] for r in rounds) for i in (0, 1))
+        ratios[name] = {"cpu": ratio, "wall": wall_ratio}
+        print(f"{name:16s}{cpu:14.2f}{f'({min(cpus):.2f}..{max(cpus):.2f})':>14s}{1e3 / cpu:15.0f}"
+              f"{ratio:7.2f}{1e3 / wall:15.0f}{wall_ratio:7.2f}")  # fmt: skip
+    return {
+        "cores": os.cpu_count(), "load": os.getloadavg()[0], "mean_bytes": mean_bytes, "size": size, "batch": batch,
+        "unit": "ms an image, each round", "ratios": ratios,
+        "rounds": {n: [{"wall": one[n][0], "cpu": one[n][1]} for one in rounds] for n in makers},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

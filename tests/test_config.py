@@ -83,7 +83,7 @@ def test_every_key_is_listed_once_and_can_be_set_to_its_own_value():
         ("optimizer.nmae=lamb", 'unknown key "optimizer.nmae" .did you mean "name"'),
         ("optimiser.name=lamb", 'unknown section "optimiser" .did you mean "optimizer"'),
         ("lerning_rate=1", 'unknown key "lerning_rate" .did you mean'),
-        ("name=cosine", 'key "name" is in optimizer and schedule: write optimizer.name'),
+        ("name=cosine", 'key "name" is in data and optimizer and schedule: write data.name'),
         ("optimizer=lamb", "optimizer is a section; set one of its keys"),
         ("model.depth=2.5", "model.depth is 2.5: it must be a whole number or null"),
         ("model.depth=many", "model.depth is 'many'"),

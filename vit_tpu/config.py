@@ -38,7 +38,7 @@ def load_config(path: str | pathlib.Path | None = None, overrides: Iterable[str]
     config = Config()
     if path is not None:
         config = from_dict(_read_yaml(pathlib.Path(path)), str(path))
-    for key, value in _pairs(overrides):
+    for key, value in pairs(overrides):
         config = replace(config, key, value)
     return validate(config)
 
@@ -112,7 +112,7 @@ def validate(config: Config) -> Config:
         value = _get(config, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"{key} is {value}: give a number from {low:g} to {high:g}")
-    variants.variant(config.model.variant)
+    _check_image_size(config)
     t = config.training
     if (t.epochs is None) == (t.steps is None):
         given = "both" if t.steps is not None else "neither"
@@ -124,6 +124,7 @@ def validate(config: Config) -> Config:
         "accumulation_steps",
         "steps_per_execution",
         "log_every",
+        "keep",
         "max_skipped",
     ):
         value = getattr(t, name)
@@ -137,14 +138,16 @@ def validate(config: Config) -> Config:
             f"{t.accumulation_steps} equal parts: "
             f"use {' or '.join(map(str, near))}"
         )
+    if isinstance(t.ema, str) and t.ema != "polyak":
+        raise UserError(f'training.ema is "{t.ema}": give a decay such as 0.9999, or polyak for the plain mean')
     if t.evaluate_ema and t.ema is None:
         raise UserError("training.evaluate_ema needs an average: set training.ema, for example 0.999")
     if config.loss_scale.mode == "off" and config.precision == "mixed_float16":
         raise UserError("loss_scale.mode=off under mixed_float16 loses small gradients: use dynamic, or mixed_bfloat16")
     if config.data.channels not in (None, 1, 3):
         raise UserError(f"data.channels is {config.data.channels}: give 1 (grey) or 3 (colour)")
-    if config.data.source in ("folder", "npz") and not config.data.path:
-        raise UserError(f"data.source={config.data.source} needs data.path: where the images are")
+    _check_source(config)
+    _check_variation(config)
     if t.check_numerics and t.jit:
         raise UserError(
             "training.check_numerics stops at the operation that fails, which XLA cannot: leave training.jit out"
@@ -152,6 +155,74 @@ def validate(config: Config) -> Config:
     if t.profile is not None and not 0 < t.profile[0] <= t.profile[1]:
         raise UserError(f"training.profile is {t.profile}: give the first and last step of the window, such as 10,20")
     return config
+
+
+# Which sources a key of the data section means something to.
+_RECORDS = ("tfds", "tfrecord", "array_record", "manifest")
+_MEANT_FOR: dict[str, tuple[str, ...]] = {
+    "name": ("tfds",), "split": _RECORDS, "validation_split": _RECORDS, "image_key": _RECORDS, "label_key": _RECORDS,
+    "multi_label": _RECORDS, "label_offset": ("npz", *_RECORDS),
+}  # fmt: skip
+
+
+def _check_source(config: Config) -> None:
+    data = config.data
+    if data.source in ("folder", "npz", "tfrecord", "array_record", "manifest") and not data.path:
+        raise UserError(f"data.source={data.source} needs data.path: where the images are")
+    if data.source == "tfds" and not (data.name or data.path):
+        raise UserError("data.source=tfds needs data.name, such as cifar10, and data.path if it is not prepared in ~")
+    for key, sources in _MEANT_FOR.items():
+        if getattr(data, key) not in (None, 0, False) and data.source not in sources:
+            raise UserError(
+                f"data.{key} means nothing to data.source={data.source}, only to {', '.join(sources)}: leave it out"
+            )
+    if data.multi_label and config.training.loss != "sigmoid":
+        raise UserError("data.multi_label gives several labels an image, which need training.loss=sigmoid")
+    if not all(0 <= value <= 255 for value in data.background):
+        raise UserError(f"data.background is {data.background}: give red, green and blue from 0 to 255")
+
+
+_MOST_PATCHES = 2**20
+
+
+def _check_image_size(config: Config) -> None:
+    model = config.model
+    sides = (model.image_size,) * 2 if isinstance(model.image_size, int) else model.image_size
+    patch = model.patch_size or variants.variant(model.variant).patch_size
+    if min(sides) < 1:
+        raise UserError(f"model.image_size is {model.image_size}: give a side or height,width in pixels")
+    patches = sides[0] * sides[1] // max(patch, 1) ** 2
+    if patches > _MOST_PATCHES:  # refused before anything of that size is allocated
+        raise UserError(
+            f"model.image_size {'x'.join(map(str, sides))} has {patches:,} patches of {patch} pixels, more than "
+            f"{_MOST_PATCHES:,}: use smaller images or larger patches"
+        )
+
+
+def _check_variation(config: Config) -> None:
+    data, batch_size = config.data, config.training.batch_size
+    low, high = data.crop_area
+    if not 0 < low <= high <= 1:
+        raise UserError(f"data.crop_area is {low:g} to {high:g}: give the smallest and largest share of the image")
+    if batch_size % data.repeats:
+        lower = batch_size // data.repeats * data.repeats
+        near = [size for size in (lower, lower + data.repeats) if size]
+        raise UserError(
+            f"training.batch_size {batch_size} does not hold each example {data.repeats} times (data.repeats): "
+            f"use {' or '.join(map(str, near))}"
+        )
+    for name in ("mixup", "cutmix"):
+        if getattr(data, name) and batch_size // data.repeats < 2:
+            raise UserError(
+                f"data.{name} mixes the examples of a batch, and training.batch_size {batch_size} has one: "
+                f"use {2 * data.repeats} or more"
+            )
+    if data.policy != "randaugment" and (data.policy_layers, data.policy_magnitude) != (2, 10.0):
+        raise UserError(f"data.policy_layers and policy_magnitude are RandAugment's, but data.policy={data.policy}")
+    if data.data_service and data.cache in ("files", "pixels"):
+        raise UserError(
+            f"data.data_service reads in other processes and data.cache={data.cache} keeps in this one: use one of them"
+        )
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -180,7 +251,8 @@ def _get(config: Config, key: str) -> Any:
     return getattr(getattr(config, section) if section else config, name)
 
 
-def _pairs(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+def pairs(overrides: Iterable[str] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Returns overrides, texts such as "pool=gap" or a mapping, as (key, value) pairs."""
     if isinstance(overrides, Mapping):
         return list(overrides.items())
     if isinstance(overrides, str):

@@ -39,16 +39,35 @@ class Model:
 class Data:
     """What is read and how training images are varied."""
 
-    source: str = "digits"  # digits | folder | npz | synthetic
-    path: str | None = None
+    source: str = "digits"  # digits | folder | npz | tfds | tfrecord | array_record | manifest | synthetic
+    path: str | None = None  # folder, file or pattern, local or gs://; for tfds the data_dir
+    name: str | None = None  # tfds: the dataset, such as cifar10, name/config or name:1.0.0
+    split: str | None = None  # name of the training split; None: train
+    validation_split: str | None = None  # None: validation, val, valid or test; else a share of train, by a hash
+    class_names: str | None = None  # text file with one class name a line, in label order
+    image_key: str | None = None  # where records and lists keep the image and the label; None: the format's usual name
+    label_key: str | None = None
+    label_offset: int = 0  # added to labels that are numbers: -1 where they count from 1
+    multi_label: bool = False  # any number of labels an image, for training.loss=sigmoid
+    exif: str = "ignore"  # ignore | apply the orientation that a camera noted
+    background: tuple[int, int, int] = (255, 255, 255)  # red, green, blue under transparent pixels
     channels: int | None = None  # None: as the source has them
     crop: str = "resize"  # resize | inception
     crop_area: tuple[float, float] = (0.05, 1.0)
     flip: bool = False
     shift: int = 0  # pixels of padding for a random shift
-    mixup: float = 0.0
-    in_memory: bool | None = None  # decode files once and keep them; None: if they fit into 1 GiB and crop is resize
-    validation_fraction: float = 0.1  # of a class-folder tree without its own validation split
+    policy: str = "none"  # none | randaugment | autoaugment | three_augment
+    policy_layers: int = 2  # RandAugment's N: operations in a row
+    policy_magnitude: float = 10.0  # RandAugment's M
+    jitter: float = 0.0  # strength of changes in brightness, contrast and saturation, such as 0.3
+    erasing: float = 0.0  # probability of random erasing
+    erasing_count: int = 1  # boxes it fills
+    repeats: int = 1  # copies of each example in its batch, each varied in its own way
+    mixup: float = 0.0  # alpha of its beta distribution; with cutmix too, each batch gets one of the two
+    cutmix: float = 0.0
+    cache: str = "auto"  # auto | none | files | pixels in memory; auto: pixels if under 1 GiB and crop is resize
+    data_service: tuple[str, ...] = ()  # host:port of processes that read and decode: python -m vit_tpu.data_service
+    validation_fraction: float = 0.1  # of data without its own validation split
     max_broken: int | None = None  # unreadable training files tolerated; None: one in a thousand
     size: int = 1024  # examples of the synthetic source
     classes: int = 10  # classes of the synthetic source
@@ -109,14 +128,20 @@ class Training:
     grad_clip_norm: float | None = 1.0
     loss: str = "softmax"  # softmax | sigmoid
     label_smoothing: float = 0.0
-    ema: float | None = None
+    ema: float | str | None = None  # decay of the average, or polyak: the plain mean since the warm-up
     evaluate_ema: bool = False
     steps_per_execution: int | None = None  # None: chosen from the number of steps
     jit: bool | None = None  # None: chosen for the device
     log_every: int | None = None  # steps; None: about a hundred lines a run
     evaluate_every: Duration | None = None  # None: every epoch, or so that about twenty fit into the run
     checkpoint_every: Duration | None = None  # None: at the end and when interrupted
+    keep: int = 2  # newest checkpoints that stay
+    keep_every: Duration | None = None  # and those of every so many steps, for good
+    keep_best: bool = True  # and the one with the best validation accuracy, saved when it is reached
+    save_weights: bool = False  # also the weights alone beside each checkpoint, averaged if evaluate_ema
     max_skipped: int = 50
+    on_nonfinite: str = "stop"  # stop | rollback: to the last checkpoint, passing over the data up to the bad step
+    max_rollbacks: int = 3
     seed: int = 0
     deterministic: bool = False
     check_numerics: bool = False
@@ -136,8 +161,10 @@ class Config:
     precision: str = "float32"
     strategy: str = "auto"
     tpu: str | None = None
+    resume: str = "auto"  # auto | never | a run's folder or checkpoint to continue from
+    allow_config_change: bool = False  # continue although the learning rate, the batch, the data, ... differ
     workdir: str | None = None  # None: runs/<name of the config>
-    init_from: str | None = None  # weight file to start from
+    init_from: str | None = None  # weight file to start from, or a run's folder or checkpoint
     init_allow: tuple[str, ...] = ()  # globs of parameters that may start afresh, such as head/*
     init_resize: str = "auto"  # kernel for position embeddings of another grid, see vit_tpu.load_weights
 
@@ -154,22 +181,40 @@ SECTIONS: dict[str, Any] = {
 
 RANGES: dict[str, tuple[float, float]] = {
     "data.mixup": (0.0, 100.0),
+    "data.cutmix": (0.0, 100.0),
+    "data.policy_layers": (1.0, 16.0),
+    "data.policy_magnitude": (0.0, 30.0),
+    "data.jitter": (0.0, 10.0),
+    "data.erasing": (0.0, 1.0),
+    "data.erasing_count": (1.0, 10.0),
+    "data.repeats": (1.0, 64.0),
     "data.shift": (0.0, 10_000.0),
     "data.validation_fraction": (0.0, 0.9),
     "data.max_broken": (0.0, 1e18),
+    "data.label_offset": (-(2.0**31), 2.0**31),
     "data.size": (1.0, 1e12),
     "data.classes": (1.0, 1e9),
     "optimizer.learning_rate": (0.0, 1e6),
     "training.grad_clip_norm": (1e-12, 1e12),
+    "training.max_rollbacks": (0.0, 1e6),
     "training.seed": (0.0, 2.0**31 - 1),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "data.source": ("digits", "folder", "npz", "synthetic"),
+    "model.pool": ("tok", "gap", "map", "none"),
+    "model.posemb": ("learn", "sincos2d"),
+    "model.remat": ("none", "block"),
+    "model.gelu": ("tanh", "erf"),
+    "model.norm_position": ("before", "after"),
+    "data.source": ("digits", "folder", "npz", "tfds", "tfrecord", "array_record", "manifest", "synthetic"),
+    "data.exif": ("ignore", "apply"),
     "data.crop": ("resize", "inception"),
+    "data.policy": ("none", "randaugment", "autoaugment", "three_augment"),
+    "data.cache": ("auto", "none", "files", "pixels"),
     "optimizer.name": ("adamw", "lamb", "adafactor", "sgd"),
     "schedule.name": ("reciprocal_sqrt", "cosine", "linear", "constant"),
     "loss_scale.mode": ("auto", "off", "fixed", "dynamic"),
     "training.loss": ("softmax", "sigmoid"),
+    "training.on_nonfinite": ("stop", "rollback"),
     "strategy": ("auto", "cpu", "gpu", "mirrored", "tpu"),
 }

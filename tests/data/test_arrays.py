@@ -66,10 +66,26 @@ def test_npz_names_of_keras_and_ours(tmp_path):
     assert (train.num_examples, test.num_examples) == (4, 2)
     assert test.class_names == ("x", "y", "z") and test.num_classes == 3
     assert train.name_of(3) == "k/train/3"
-    np.savez(tmp_path / "o.npz", images=IMAGES, labels=LABELS)
-    assert from_npz(tmp_path / "o.npz").num_examples == 6
-    with pytest.raises(UserError, match="no validation split"):
-        from_npz(tmp_path / "o.npz", "validation")
+
+
+def test_an_npz_with_one_split_is_dealt_out_by_position(tmp_path):
+    images = np.arange(50, dtype=np.uint8).repeat(4).reshape(50, 2, 2, 1)
+    path = tmp_path / "o.npz"
+    np.savez(path, images=images, labels=np.arange(50) % 3)
+    train, valid = from_npz(path, validation_share=0.2), from_npz(path, "validation", validation_share=0.2)
+    ids = [source.name_of(i) for source in (train, valid) for i in range(source.num_examples)]
+    assert sorted(ids) == sorted(f"o/{i}" for i in range(50)) and valid.num_examples == 3
+    for source in (train, valid):
+        record = source.get(tf.constant([2, 0], tf.int64))
+        positions = [int(name.decode().partition("/")[2]) for name in record["id"].numpy()]
+        assert record["image"].numpy()[:, 0, 0, 0].tolist() == positions
+        assert record["label"].numpy().tolist() == [p % 3 for p in positions] == source.labels[[2, 0]].tolist()
+    np.savez(path, train_images=images[:40], train_labels=np.arange(1, 41) % 3 + 1)
+    assert from_npz(path, label_offset=-1).num_classes == 3  # a named training split without validation, too
+    assert set(ids) >= {from_npz(path, "validation").name_of(0)}
+    np.savez(path, images=images[:2], labels=[0, 1])
+    with pytest.raises(UserError, match="o: the validation split is empty: 2 examples, of which 10% are held out"):
+        from_npz(path, "validation")
 
 
 def test_wrong_npz_files_are_one_line_of_error(tmp_path):

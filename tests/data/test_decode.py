@@ -29,6 +29,7 @@ def _graph(**options):
 
 
 DECODE = _graph()
+APPLY = _graph(exif="apply")
 
 
 def _pillow(data, background=(255, 255, 255), turn=False):
@@ -54,6 +55,8 @@ READABLE = [
     ("cmyk_adobe.jpg", 13.9, 1.1),
     ("rgb_twin_of_cmyk.jpg", 12.1, 1.1),
     ("gray.jpg", 84.2, 1.1),
+    ("baseline.jpg", 105.4, 1.1),
+    ("arithmetic_coded.jpg", 105.3, 1.1),
     ("exif_orientation_5_small.jpg", 87.5, 1.1),
     ("one_pixel.jpg", 0.0, 1.1),
     ("two_by_one_rotated.jpg", 84.7, 1.1),
@@ -84,6 +87,12 @@ def test_readable_files_have_their_pixels(name, mean, tolerance):
     assert found.shape == expected.shape
     assert np.abs(found - expected).mean() <= tolerance
     assert found.mean() == pytest.approx(mean, abs=0.06)
+
+
+def test_arithmetic_coding_gives_the_same_picture():
+    arithmetic, baseline = (DECODE(_bytes(n)).numpy().astype(int)
+                            for n in ("arithmetic_coded.jpg", "baseline.jpg"))  # fmt: skip
+    assert np.abs(arithmetic - baseline).mean() < 1
 
 
 def test_cmyk_looks_like_its_rgb_twin():
@@ -123,16 +132,71 @@ def test_exif_orientation_is_applied_on_request_only(orientation):
 
 
 def test_exif_orientation_of_real_files():
-    apply = _graph(exif="apply")
     for name in ("exif_orientation_5_small.jpg", "webp_orientation_6.webp", "png_rgba.png"):
         data = _bytes(name)
-        assert np.abs(apply(data).numpy() - _pillow(data, turn=True)).mean() < 1.1
-    assert apply(_bytes("two_by_one_rotated.jpg")).shape == (2, 1, 3)
+        assert np.abs(APPLY(data).numpy() - _pillow(data, turn=True)).mean() < 1.1
+    assert APPLY(_bytes("two_by_one_rotated.jpg")).shape == (2, 1, 3)
 
 
 def _twelve_bit():
     data = bytearray(_jpeg((60, 40)))
     data[data.index(b"\xff\xc0") + 4] = 12  # the precision in the frame header
+    return bytes(data)
+
+
+def _frames(kind, **options):
+    """An animation of three plain frames with a grey ramp on top; only the first one counts."""
+    frames = []
+    for colour in ((200, 40, 40), (40, 200, 40), (40, 40, 200)):
+        values = np.full((20, 30, 3), colour, np.uint8)
+        values[:5] = np.linspace(0, 255, 30).astype(np.uint8)[None, :, None]
+        frames.append(Image.fromarray(values))
+    out = io.BytesIO()
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:], **options)
+    return out.getvalue()
+
+
+def _with_junk(data, junk):
+    """`junk` between the first two segments of a JPEG, where a decoder must look for the next marker."""
+    length = int.from_bytes(data[4:6], "big")
+    return data[: 4 + length] + junk + data[4 + length :]
+
+
+@pytest.mark.parametrize(
+    "data, tolerance",
+    [
+        (_jpeg((60, 40), progressive=True), 2),
+        (_jpeg((60, 40), icc_profile=bytes(range(256)) * 600), 2),  # three segments
+        (_with_junk(_jpeg((60, 40)), b"\x01\x02\x03"), 2),
+        (_with_junk(_jpeg((60, 40)), b"\xff\x00"), 2),
+        (_jpeg((60, 40), exif=b"Exif\0\0" + b"\xff" * 60_000), 2),  # a block of nonsense
+        (_jpeg((60, 40)) + _jpeg((30, 20)), 2),  # two pictures in one file, as of stereo cameras and phones
+        (_frames("GIF"), 0),
+        (_frames("WEBP", lossless=True), 0),
+        (_frames("PNG"), 0),
+    ],
+    ids=["progressive", "icc", "junk", "ff00", "exif", "two", "gif", "webp", "png"],
+)
+def test_odd_but_whole_files_have_their_pixels(data, tolerance):
+    expected = _pillow(data)
+    for decode in (DECODE, APPLY):
+        found = decode(data).numpy()
+        assert found.shape == expected.shape
+        assert np.abs(found - expected).mean() <= tolerance
+    assert found.std() > 20  # a picture, not a plain field
+
+
+def test_the_name_of_a_file_says_nothing(tmp_path):
+    for name, content in (("a.jpg", "png_rgba.png"), ("b.png", "gray.jpg")):
+        (tmp_path / name).write_bytes(_bytes(content))
+        found = DECODE(tf.io.read_file(str(tmp_path / name))).numpy()
+        np.testing.assert_array_equal(found, DECODE(_bytes(content)).numpy())
+
+
+def _broken_stream():
+    data = bytearray(_bytes("png_rgba.png"))
+    at = data.index(b"IDAT") + 2000
+    data[at : at + 40] = bytes(40)
     return bytes(data)
 
 
@@ -156,6 +220,12 @@ REFUSED = [
     (b"RIFF\x00\x00\x00\x00WEBPVP8 ", "the WebP header is damaged"),
     (b"ab", "unknown format"),
     (_jpeg((60, 40))[:-300], "the JPEG is truncated or damaged"),
+    (_broken_stream(), "the PNG is truncated or damaged"),
+    (_bytes("png_rgba.png")[:9000], "the PNG is truncated or damaged"),
+    (b"\xff\x4f\xff\x51" + b"\0" * 99, "JPEG 2000 is not supported"),
+    (b"8BPS" + b"\0" * 99, "Photoshop files are not supported"),
+    (b"%PDF-1.4", "it is a PDF"),
+    (b"\0\0\0\x18ftypheic" + b"\0" * 99, "HEIF or video is not supported"),
 ]
 
 

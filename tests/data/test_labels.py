@@ -26,7 +26,7 @@ def test_a_label_beyond_the_head_names_the_record():
 
 
 def test_labels_from_one_get_the_hint():
-    with pytest.raises(UserError, match=r"a/2 has label 3.*numbered 1\.\.3, subtract 1"):
+    with pytest.raises(UserError, match=r"a/2 has label 3.*numbered 1\.\.3, set data.label_offset=-1"):
         check_labels(_source([1, 2, 3]), 3)
 
 

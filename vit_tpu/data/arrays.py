@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from vit_tpu.data import splits
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
 
@@ -108,31 +109,37 @@ def from_npz(
     *,
     num_classes: int | None = None,
     class_names: Sequence[str] | None = None,
+    validation_share: float = 0.1,
+    label_offset: int = 0,
 ) -> Source:
     """Returns the `split` ("train" or "validation") of an `.npz` file.
 
     Array names understood: images/labels or x/y (one split), train_images/train_labels,
     validation_images/..., test_images/..., or Keras' x_train/y_train, x_test/y_test; an array
-    class_names is used when present.
+    class_names is used when present. In a file without validation arrays each image is dealt to a
+    split by a hash of its position.
+
+    Args:
+      validation_share: the hashed split's share of validation, between 0 and 1.
+      label_offset: added to integer labels; -1 for labels that count from 1.
 
     Raises:
       UserError: for a missing or unreadable file, another split name, or no such arrays.
     """
     path = os.fspath(path)
-    if split not in _SPLIT_KEYS:
-        raise UserError(f'unknown split "{split}": use train or validation')
+    splits.check_split(split, validation_share)
     if not tf.io.gfile.exists(path):
         raise UserError(f"there is no file {path}: check the path")
     try:
         with tf.io.gfile.GFile(path, "rb") as file, np.load(file, allow_pickle=False) as loaded:
-            pairs = _SPLIT_KEYS[split] + (_PLAIN_KEYS if split == "train" else ())
-            chosen = [pair for pair in pairs if pair[0] in loaded.files and pair[1] in loaded.files]
-            if not chosen:
+            own = _pair(loaded.files, _SPLIT_KEYS["validation"])
+            chosen = own if split == "validation" and own else _pair(loaded.files, _SPLIT_KEYS["train"] + _PLAIN_KEYS)
+            if chosen is None:
                 raise UserError(
                     f"{path} holds {', '.join(loaded.files) or 'nothing'}, no {split} split: "
-                    f"it needs arrays named {pairs[0][0]} and {pairs[0][1]}"
+                    "it needs arrays named train_images and train_labels, or images and labels"
                 )
-            images, labels = loaded[chosen[0][0]], loaded[chosen[0][1]]
+            images, labels = loaded[chosen[0]], loaded[chosen[1]]
             if class_names is None and "class_names" in loaded.files:
                 class_names = [str(value) for value in loaded["class_names"]]
     except UserError:
@@ -140,7 +147,17 @@ def from_npz(
     except Exception as error:  # zip, pickle and format errors come in many types
         raise UserError(f"{path} is not a readable .npz file ({error}): write it again") from None
     stem = os.path.splitext(os.path.basename(path))[0]
-    return from_arrays(images, labels, name=f"{stem}/{split}", num_classes=num_classes, class_names=class_names)
+    if label_offset:
+        if not np.issubdtype(labels.dtype, np.integer):
+            raise UserError(f"{path}: data.label_offset needs integer labels, these are {labels.dtype}: leave it out")
+        labels = labels.astype(np.int64) + label_offset
+    name = f"{stem}/{split}" if own else stem
+    source = from_arrays(images, labels, name=name, num_classes=num_classes, class_names=class_names)
+    return source if own else splits.by_hash(source, split, validation_share)
+
+
+def _pair(files: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    return next((pair for pair in pairs if pair[0] in files and pair[1] in files), None)
 
 
 def _plain_labels(labels: np.ndarray, name: str) -> np.ndarray:

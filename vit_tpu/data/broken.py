@@ -43,6 +43,15 @@ class BrokenRecords:
                 )
                 raise self.failure
 
+    def report(self) -> str:
+        """Returns one line that names the skipped records (the first twenty) and why, or an empty text."""
+        with self._lock:
+            if not self.reasons:
+                return ""
+            listed = "; ".join(f"{key} ({why})" for key, why in list(self.reasons.items())[:20])
+            more = f"; and {len(self.reasons) - 20} more" if len(self.reasons) > 20 else ""
+            return f"{len(self.reasons)} unreadable records were skipped: {listed}{more}"
+
     def check(self) -> None:
         """Raises the UserError if the budget was exceeded."""
         if self.failure is not None:

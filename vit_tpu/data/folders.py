@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 
 import numpy as np
 import tensorflow as tf
 
-from vit_tpu.data.source import Source
+from vit_tpu.data import splits
+from vit_tpu.data.source import Source, why
 from vit_tpu.errors import UserError
-
-_TRAIN = ("train",)
-_VALIDATION = ("val", "valid", "validation", "test")
 
 
 def from_folders(root: str | os.PathLike[str], split: str = "train", *, validation_share: float = 0.1) -> Source:
@@ -33,15 +30,12 @@ def from_folders(root: str | os.PathLike[str], split: str = "train", *, validati
         that differ between training and validation.
     """
     root = os.fspath(root).rstrip("/") or "/"
-    if split not in ("train", "validation"):
-        raise UserError(f'unknown split "{split}": use train or validation')
-    if not 0 < validation_share < 1:
-        raise UserError(f"validation_share is {validation_share}: use a number between 0 and 1")
+    splits.check_split(split, validation_share)
     if not tf.io.gfile.isdir(root):
         raise UserError(f"there is no folder {root}: check the path")
     top = _folders(root)
-    train_root = next((f"{root}/{name}" for name in _TRAIN if name in top), None)
-    held_out = next((f"{root}/{name}" for name in _VALIDATION if name in top), None)
+    train_root = f"{root}/{splits.TRAIN}" if splits.TRAIN in top else None
+    held_out = next((f"{root}/{name}" for name in splits.HELD_OUT if name in top), None)
     if held_out and not train_root:
         raise UserError(f"{root} has {os.path.basename(held_out)}/ but no train/: name the training folder train")
     by_folder = split == "validation" and held_out is not None
@@ -61,7 +55,7 @@ def from_folders(root: str | os.PathLike[str], split: str = "train", *, validati
         if not files:
             raise UserError(f"class folder {base}/{name} has no images: add some or remove it")
         if held_out is None:
-            in_validation = [_fraction(f"{name}/{file}") < validation_share for file in files]
+            in_validation = [splits.fraction(f"{name}/{file}") < validation_share for file in files]
             files = [f for f, v in zip(files, in_validation) if v == (split == "validation")]
             if not files and split == "train":
                 raise UserError(
@@ -113,21 +107,27 @@ def _check_same_classes(train: str, held_out: str) -> None:
 
 def _folders(path: str) -> list[str]:
     """Returns the sorted names of the folders in `path`, hidden ones left out."""
-    names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+    try:
+        names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+    except tf.errors.OpError as error:
+        raise _unreadable(path, why(error)) from None
     return sorted(name for name in names if not name.startswith(".") and tf.io.gfile.isdir(f"{path}/{name}"))
 
 
 def _files(folder: str) -> list[str]:
     """Returns the sorted paths, relative to `folder`, of all files in and below it."""
+
+    def stop(error: Exception) -> None:  # without this, both walks step over what they may not read
+        raise _unreadable(getattr(error, "filename", None) or folder, why(error))
+
     walk = tf.io.gfile.walk if "://" in folder else os.walk  # os.walk asks once for each folder
     found = []
-    for where, _, names in walk(folder):
+    for where, _, names in walk(folder, onerror=stop):
         inside = where[len(folder) :].strip("/")
         found += [f"{inside}/{name}" if inside else name
                   for name in names if not name.startswith(".")]  # fmt: skip
     return sorted(found)
 
 
-def _fraction(name: str) -> float:
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+def _unreadable(folder: str, reason: str) -> UserError:
+    return UserError(f"folder {folder} cannot be read ({reason}): check its access rights")

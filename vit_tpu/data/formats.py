@@ -47,7 +47,8 @@ def orientation(data: bytes) -> int:
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(data)) as image:
+            warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF blocks
             value = int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:  # a damaged EXIF block says nothing about the picture
         return 1
@@ -75,7 +76,7 @@ def explain(data: bytes, max_pixels: int) -> str:
         size = _jpeg_frame(data) if kind == "JPEG" else _pillow_size(data)
     except Exception as error:
         if type(error).__name__ == "DecompressionBombError":  # Pillow's own, far larger limit
-            return f"it announces too many pixels (decompression bomb): {error}"
+            return f"it announces too many pixels (decompression bomb): {str(error).rstrip('.')}"
         return f"the {kind} header is damaged"
     if size[2] > 8:
         return f"{size[2]}-bit JPEG is not supported: convert it to 8 bits"

@@ -36,19 +36,24 @@ def make_key(seed: int, *numbers: tf.Tensor | int) -> tf.Tensor:
     return key
 
 
-def uniform(key: tf.Tensor, stream: int) -> tf.Tensor:
-    """Returns float32 in [0, 1), one for each key; each `stream` is an independent number."""
-    bits = tf.bitwise.right_shift(mix(key + _u64(stream * _M2)), _u64(40))
+def _of_stream(key: tf.Tensor, stream: tf.Tensor | int) -> tf.Tensor:
+    offset = _u64(stream * _M2) if isinstance(stream, int) else tf.cast(stream, tf.uint64) * _u64(_M2)
+    return mix(key + offset)
+
+
+def uniform(key: tf.Tensor, stream: tf.Tensor | int) -> tf.Tensor:
+    """Returns float32 in [0, 1), one for each key; each `stream` (0 or more) is an independent number."""
+    bits = tf.bitwise.right_shift(_of_stream(key, stream), _u64(40))
     return tf.cast(tf.cast(bits, tf.int32), tf.float32) * 2.0**-24
 
 
-def integer(key: tf.Tensor, stream: int, count: int) -> tf.Tensor:
+def integer(key: tf.Tensor, stream: tf.Tensor | int, count: int) -> tf.Tensor:
     """Returns int32 in [0, count), one for each key; count at most 2^24."""
     return tf.minimum(tf.cast(uniform(key, stream) * float(count), tf.int32), count - 1)
 
 
-def op_seed(key: tf.Tensor, stream: int) -> tf.Tensor:
+def op_seed(key: tf.Tensor, stream: tf.Tensor | int) -> tf.Tensor:
     """Returns int32 [..., 2] for TensorFlow's own stateless ops."""
-    bits = mix(key + _u64(stream * _M2))
+    bits = _of_stream(key, stream)
     halves = [tf.bitwise.right_shift(bits, _u64(33)), bits & _u64(2**31 - 1)]
     return tf.stack([tf.cast(half, tf.int32) for half in halves], axis=-1)

@@ -32,7 +32,8 @@ def check_labels(source: Source, num_classes: int) -> None:
         raise UserError(
             f"{source.name_of(first)} has label {labels[first]}, but the head has "
             f"{num_classes} classes (0..{num_classes - 1}); labels run from {low} to {high}, "
-            f"{len(wrong)} of {len(labels)} do not fit: {_cure(low, high, num_classes)}"
+            f"{len(wrong)} of {len(labels)} do not fit: "
+            f"{cure(low, high, num_classes, f'set num_classes={high + 1} or correct the labels')}"
         )
     if source.num_classes > num_classes:
         raise UserError(
@@ -46,12 +47,32 @@ def check_labels(source: Source, num_classes: int) -> None:
         )  # fmt: skip
 
 
-def _cure(low: int, high: int, num_classes: int) -> str:
+def check_start(source: Source) -> None:
+    """Checks that labels whose classes nobody has named or counted start at 0.
+
+    Counting from 1, they would get a head with one output too many, which trains on silently.
+
+    Raises:
+      UserError: with the two ways out.
+    """
+    labels = source.labels
+    numbered = source.class_names == tuple(map(str, range(source.num_classes)))
+    if labels.ndim != 1 or not numbered or int(labels.min()) < 1:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    raise UserError(
+        f"{source.name}: labels run from {low} to {high} and none is 0: set data.label_offset={-low}, or "
+        f"model.num_classes={high + 1} if class 0 is to stay without examples"
+    )
+
+
+def cure(low: int, high: int, num_classes: int, otherwise: str) -> str:
+    """Returns what to do about integer labels from `low` to `high` that do not fit `num_classes` classes."""
     if low == 1 and high == num_classes:
-        return f"they look numbered 1..{num_classes}, subtract 1"
+        return f"they look numbered 1..{num_classes}, set data.label_offset=-1"
     if low < 0:
-        return "remove unlabelled records (negative labels)"
-    return f"set num_classes={high + 1} or correct the labels"
+        return "remove unlabelled records (negative labels), or correct data.label_offset"
+    return otherwise
 
 
 def _check_rows(source: Source, num_classes: int) -> None:

@@ -50,6 +50,19 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
         return shuffled(offset, tf.fill([num_examples], np.int64(epoch)), num_examples, seed).numpy()
 
 
+def repeated(position: tf.Tensor, batch_size: int, repeats: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns (position among distinct examples, number of the copy), int64 [b], for stream positions [b].
+
+    Repeated augmentation (Hoffer et al., "Augment your batch", arXiv:1901.09335): a global batch
+    holds batch_size / repeats examples, each `repeats` times. The copies stand batch_size / repeats
+    apart, so that mixup does not meet an example with itself and hosts share them as they fall.
+    Distinct examples are counted through: each comes `repeats` times in every n x repeats positions.
+    """
+    distinct = batch_size // repeats
+    step, slot = position // batch_size, position % batch_size
+    return step * distinct + slot % distinct, slot // distinct
+
+
 def host_positions(step: tf.Tensor, batch_size: int, num_hosts: int = 1, host: int = 0) -> tf.Tensor:
     """Returns int64 [batch_size / num_hosts]: the stream positions of `host` in step `step`.
 

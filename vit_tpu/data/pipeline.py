@@ -1,7 +1,7 @@
 """From a source to the batches that `model.fit` and `model.evaluate` read.
 
-    step -> positions -> record indices -> images uint8 (decode, crop, resize)
-         -> batch -> flip, shift -> float32 [-1, 1] -> mixup -> (image, label[, weight])
+    step -> positions -> record indices -> images uint8 (decode, crop, resize, vary)
+         -> batch -> float32 [-1, 1] -> mixup or CutMix -> (image, label[, weight])
 
 A step's batch is a function of (seed, step) alone, so starting at step s costs nothing and gives
 what an uninterrupted run would have read. Images in memory take a short way: one gather a batch.
@@ -10,15 +10,16 @@ what an uninterrupted run would have read. Images in memory take a short way: on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
-from vit_tpu.data import augment, keys, order, preprocess, records
+from vit_tpu.data import keys, mixing, order, preprocess, records, service, variation
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode
+from vit_tpu.data.samples import sample_images as sample_images
 from vit_tpu.data.source import Source
+from vit_tpu.data.variation import Variation
 from vit_tpu.errors import UserError, nearest
 
 _MIXUP = -1  # where an example's key has its epoch: keeps the step's key apart from all of those
@@ -37,7 +38,15 @@ def train_pipeline(
     crop_area: tuple[float, float] = (0.05, 1.0),
     flip: bool = False,
     shift: int = 0,
+    policy: str = "none",
+    policy_layers: int = 2,
+    policy_magnitude: float = 10.0,
+    jitter: float = 0.0,
+    erasing: float = 0.0,
+    erasing_count: int = 1,
+    repeats: int = 1,
     mixup: float = 0.0,
+    cutmix: float = 0.0,
     label_format: str = "int",
     num_classes: int | None = None,
     num_hosts: int = 1,
@@ -45,6 +54,7 @@ def train_pipeline(
     deterministic: bool = True,
     decode: Decode | None = None,
     broken: BrokenRecords | None = None,
+    services: Sequence[str] = (),
 ) -> tf.data.Dataset:
     """Returns an endless dataset of (image, label) batches with static shapes.
 
@@ -58,9 +68,11 @@ def train_pipeline(
       channels: 1 or 3; default: the source's own, 3 for encoded files.
       crop: "resize" squeezes the whole image into image_size; "inception" first cuts a random
         window of a share `crop_area` of the image; "central" as in `eval_pipeline`.
-      flip: mirror every other image, at random.
-      shift: pixels of padding for a random crop of the finished image (4 is usual for CIFAR).
-      mixup: alpha of its Beta distribution, 0 for none; needs label_format "onehot".
+      flip, shift, policy, policy_layers, policy_magnitude, jitter, erasing, erasing_count: see
+        `variation.Variation`.
+      repeats: how often each example stands in its batch, differently varied; see `order.repeated`.
+      mixup, cutmix: alphas of their beta distributions, 0 for none; see `mixing.mix`. They need
+        label rows: label_format "onehot".
       label_format: "int" gives int32 [b]; "onehot" float32 [b, num_classes]. Sources with label
         rows always give their rows.
       num_classes: width of one-hot rows; default: the source's.
@@ -69,31 +81,35 @@ def train_pipeline(
       decode: how files become pixels.
       broken: collects unreadable records; default: with a budget of a thousandth of the records.
         In an unreadable record's place stands the next readable one of its batch.
+      services: addresses of processes that read and decode in place of this one, see `service`.
 
     Returns:
       A dataset of image float32 [b, H, W, C] in [-1, 1], and label.
 
     Raises:
-      UserError: for a batch that does not divide among the hosts, or an unknown option.
+      UserError: for a batch that does not divide among the hosts or copies, or an unknown option.
     """
     size = preprocess.height_width(image_size)
     share = order.host_share(batch_size, num_hosts, host)
-    channels = _channels(source, channels)
+    channels = records.choose_channels(source, channels)
     _choose("label_format", label_format, ("int", "onehot"))
+    plan = Variation(flip, shift, policy, policy_layers, policy_magnitude, jitter, erasing, erasing_count)
     has_rows = source.labels.ndim == 2
     rows = has_rows or label_format == "onehot"
-    if mixup and not rows:
-        raise UserError('mixup mixes label rows: set label_format="onehot"')
+    _check_mixing(mixup, cutmix, rows, batch_size)
+    if repeats < 1 or batch_size % repeats:
+        raise UserError(f"batch_size {batch_size} does not hold each example {repeats} times: use a multiple of it")
     width = _row_width(source, num_classes)
     if broken is None:
         broken = BrokenRecords(math.ceil(source.num_examples / 1000))
-
-    def steps(parts: int) -> tf.data.Dataset:
-        return tf.data.Dataset.counter(start_step * parts)
+    short = _is_short(source, crop, plan)
+    if services:
+        service.check(source, services)
 
     def find(positions: tf.Tensor) -> records.Tensors:
-        epoch, index = order.locate(positions, source.num_examples, seed, shuffle)
-        return {"index": index, "key": keys.make_key(seed, epoch, index)}
+        distinct, copy = order.repeated(positions, batch_size, repeats)
+        epoch, index = order.locate(distinct, source.num_examples, seed, shuffle)
+        return {"index": index, "key": keys.make_key(seed, epoch * repeats + copy, index)}
 
     def own_positions(step: tf.Tensor) -> tf.Tensor:
         return order.host_positions(step, batch_size, num_hosts, host)
@@ -102,39 +118,57 @@ def train_pipeline(
         previous = (host * share - 1) % batch_size
         return tf.reshape(tf.cast(step, tf.int64) * batch_size + previous, [1])
 
-    def load(positions: Callable[[tf.Tensor], tf.Tensor], count: int) -> tf.data.Dataset:
-        return _load(source, steps, positions, find, count, size, channels, decode or Decode(),
-                     crop, crop_area, flip, broken)  # fmt: skip
+    vary = None if short else variation.of_one(plan, size)
+    read = records.make_reader(source, size, channels, decode or Decode(), _checked_crop(crop), crop_area, vary)
 
-    def augmented(batch: records.Tensors) -> tuple[tf.Tensor, tf.Tensor]:
+    def load(first: int, stride: int) -> tf.data.Dataset:
+        """(step, its records[, the record before them]) for the steps first, first + stride, ..."""
+
+        def part(positions: Callable[[tf.Tensor], tf.Tensor], count: int) -> tf.data.Dataset:
+            return _load(source, lambda parts: tf.data.Dataset.counter(),
+                         lambda number: find(positions(first + number * stride)), count, read, short,
+                         (*size, channels))  # fmt: skip
+
+        parts = [tf.data.Dataset.counter(first, stride), part(own_positions, share)]
+        if (mixup or cutmix) and num_hosts > 1:
+            # The first example's partner is the last one of the host before: read it here too, so
+            # that the number of hosts does not change the batch.
+            parts.append(part(position_before, 1))
+        return tf.data.Dataset.zip(tuple(parts))
+
+    def reported(batch: records.Tensors) -> records.Tensors:
+        if not source.encoded:
+            return batch
+        if services:  # what TensorFlow alone could not decode there is tried here
+            batch = records.read_again(batch, source, read)
+        return records.report_broken(batch, source, broken)
+
+    def finished(batch: records.Tensors) -> tuple[tf.Tensor, tf.Tensor]:
         images, labels = batch["image"], batch["label"]
-        if flip and _is_short(source, crop):  # the long way has mirrored each record
-            images = augment.random_flip(images, batch["key"])
-        images = preprocess.to_float(augment.random_shift(images, batch["key"], shift))
+        if short:
+            images = variation.of_batch(plan, images, batch["key"])
         if rows and not has_rows:
             labels = tf.one_hot(labels, width)
-        return images, labels
+        return preprocess.to_float(images), labels
 
     def finish(
         step: tf.Tensor, batch: records.Tensors, before: records.Tensors | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        images, labels = augmented(records.replace_broken(batch) if source.encoded else batch)
-        if mixup:
+        batch = reported(batch)
+        images, labels = finished(records.replace_broken(batch) if source.encoded else batch)
+        if mixup or cutmix:
             pair = None
             if before is not None:
-                image, label = augmented(before)
+                before = reported(before)
+                image, label = finished(before)
                 ok = before["ok"][0]
                 pair = tf.where(ok, image[0], images[0]), tf.where(ok, label[0], labels[0])
-            images, labels = augment.mixup(images, labels, keys.make_key(seed, _MIXUP, step), mixup, pair)
+            images, labels = mixing.mix(images, labels, keys.make_key(seed, _MIXUP, step), mixup, cutmix, pair)
         images = tf.ensure_shape(images, [share, *size, channels])
         return images, tf.ensure_shape(labels, [share, width] if rows else [share])
 
-    parts = [steps(1), load(own_positions, share)]
-    if mixup and num_hosts > 1:
-        # The first example's partner is the last one of the host before: read it here too, so
-        # that the number of hosts does not change the batch.
-        parts.append(load(position_before, 1))
-    dataset = tf.data.Dataset.zip(tuple(parts)).map(finish, num_parallel_calls=tf.data.AUTOTUNE)
+    loaded = service.load(load, services, start_step) if services else load(start_step, 1)
+    dataset = loaded.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
     return _with_options(dataset, deterministic).prefetch(tf.data.AUTOTUNE)
 
 
@@ -169,23 +203,25 @@ def eval_pipeline(
     """
     size = preprocess.height_width(image_size)
     share = order.host_share(batch_size, num_hosts, host)
-    channels = _channels(source, channels)
+    channels = records.choose_channels(source, channels)
     _choose("label_format", label_format, ("int", "onehot"))
     has_rows = source.labels.ndim == 2
     rows = has_rows or label_format == "onehot"
     width = _row_width(source, num_classes)
     num_steps = math.ceil(source.num_examples / batch_size)
     last = source.num_examples - 1
+    budget = broken or BrokenRecords(0)
+    short = _is_short(source, crop, Variation())
 
-    def find(positions: tf.Tensor) -> records.Tensors:
+    def find(step: tf.Tensor) -> records.Tensors:
+        positions = order.host_positions(step, batch_size, num_hosts, host)
         index = tf.minimum(positions, last)
         weight = tf.cast(positions <= last, tf.float32)
         return {"index": index, "weight": weight, "key": tf.cast(index, tf.uint64)}
 
-    def own_positions(step: tf.Tensor) -> tf.Tensor:
-        return order.host_positions(step, batch_size, num_hosts, host)
-
     def finish(batch: records.Tensors) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        if source.encoded:
+            batch = records.report_broken(batch, source, budget)
         images, labels = preprocess.to_float(batch["image"]), batch["label"]
         if rows and not has_rows:
             labels = tf.one_hot(labels, width)
@@ -194,68 +230,41 @@ def eval_pipeline(
         labels = tf.ensure_shape(labels, [share, width] if rows else [share])
         return images, labels, tf.ensure_shape(weight, [share])
 
-    dataset = _load(
-        source, lambda parts: tf.data.Dataset.range(num_steps * parts), own_positions, find, share,
-        size, channels, decode or Decode(), crop, (1.0, 1.0), False, broken or BrokenRecords(0),
-    )  # fmt: skip
+    read = records.make_reader(source, size, channels, decode or Decode(), _checked_crop(crop))
+    dataset = _load(source, lambda parts: tf.data.Dataset.range(num_steps * parts), find, share, read, short,
+                    (*size, channels))  # fmt: skip
     dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
     return _with_options(dataset, deterministic=True).prefetch(tf.data.AUTOTUNE)
 
 
-def sample_images(
+def _load(
     source: Source,
+    steps: Callable[[int], tf.data.Dataset],
+    find: Callable[[tf.Tensor], records.Tensors],
     count: int,
-    *,
-    image_size: int | tuple[int, int],
-    channels: int | None = None,
-    crop: str = "resize",
-    decode: Decode | None = None,
-) -> dict[str, np.ndarray | list[str]]:
-    """Returns `count` examples, spread evenly over the source, the same ones at every call.
+    read: records.Reader,
+    short: bool,
+    shape: tuple[int, int, int],
+) -> tf.data.Dataset:
+    """Picks the short or the long way.
 
-    For picture sheets: {"image": uint8 [n, H, W, C] as `eval_pipeline` sees them before scaling,
-    "label": [n] or [n, K], "id": n strings}. n is less than count if the source is small or some
-    records cannot be read.
+    steps(k) gives the numbers of steps from 0 when each is read in k parts; find(number of the
+    step) its `count` records.
     """
-    size = preprocess.height_width(image_size)
-    channels = _channels(source, channels)
-    count = min(count, source.num_examples)
-    chosen = np.arange(count, dtype=np.int64) * source.num_examples // max(count, 1)
-    read = records.make_reader(source, size, channels, decode or Decode(), crop)
-    images, kept = [], []
-    with tf.device("CPU:0"):
-        for index in chosen:
-            try:
-                image = source.get(tf.constant(index, tf.int64))["image"]
-                images.append(read(image, tf.constant(0, tf.uint64)).numpy())
-                kept.append(int(index))
-            except tf.errors.OpError:
-                continue  # the pipelines report it
-    return {
-        "image": np.stack(images) if images else np.zeros((0, *size, channels), np.uint8),
-        "label": source.labels[kept],
-        "id": [source.name_of(index) for index in kept],
-    }
-
-
-def _is_short(source: Source, crop: str) -> bool:
-    return crop == "resize" and not source.encoded
-
-
-def _load(source, steps, positions, find, count, size, channels, decode, crop, area, flip, broken):
-    """Picks the short or the long way; `steps(k)` gives step numbers, each divided in k parts."""
-    _choose("crop", crop, ("resize", "inception", "central"))
-    if _is_short(source, crop):
-        return records.load_from_memory(source, steps(1), lambda step: find(positions(step)), size, channels)
+    if short:
+        return records.load_from_memory(source, steps(1), find, shape[:2], shape[2])
     chunk = records.chunk_size(count)
     parts = count // chunk
 
     def find_chunk(number: tf.Tensor) -> records.Tensors:
         first = number % parts * chunk
-        return find(positions(number // parts)[first : first + chunk])
+        return {name: value[first : first + chunk] for name, value in find(number // parts).items()}
 
-    read = records.make_reader(source, size, channels, decode, crop, area, flip)
-    return records.load_records(source, steps(parts), find_chunk, read, chunk, parts, broken, (*size, channels))
+    return records.try_records(source, steps(parts), find_chunk, read, chunk, parts, shape)
+
+
+def _is_short(source: Source, crop: str, plan: Variation) -> bool:
+    return crop == "resize" and not source.encoded and not plan.needs_records
 
 
 def _with_options(dataset: tf.data.Dataset, deterministic: bool) -> tf.data.Dataset:
@@ -266,18 +275,27 @@ def _with_options(dataset: tf.data.Dataset, deterministic: bool) -> tf.data.Data
     return dataset.with_options(options)
 
 
-def _channels(source: Source, channels: int | None) -> int:
-    if channels is None:
-        return source.image_shape[2] if source.image_shape else 3
-    if channels not in (1, 3):
-        raise UserError(f"channels is {channels}: use 1 (grey) or 3 (colour)")
-    return channels
+def _check_mixing(mixup: float, cutmix: float, rows: bool, batch_size: int) -> None:
+    for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
+        if not alpha:
+            continue
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise UserError(f"{name} is {alpha}: it is the alpha of a beta distribution, use 0 for none or more")
+        if not rows:
+            raise UserError(f'{name} mixes label rows: set label_format="onehot"')
+        if batch_size < 2:
+            raise UserError(f"{name} mixes the examples of a batch with each other: use a batch_size of 2 or more")
 
 
 def _row_width(source: Source, num_classes: int | None) -> int:
     if source.labels.ndim == 2:
         return int(source.labels.shape[1])
     return source.num_classes if num_classes is None else num_classes
+
+
+def _checked_crop(crop: str) -> str:
+    _choose("crop", crop, ("resize", "inception", "central"))
+    return crop
 
 
 def _choose(option: str, value: str, allowed: tuple[str, ...]) -> None:

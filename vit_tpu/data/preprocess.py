@@ -87,7 +87,8 @@ def height_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _to_uint8(image: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.clip_by_value(image, 0.0, 255.0), tf.uint8)
+    # No clipping: the weights of these resizes are positive and sum to 1, so values stay in 0..255.
+    return tf.cast(image, tf.uint8)
 
 
 def _size(image: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

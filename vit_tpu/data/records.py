@@ -11,9 +11,10 @@ from vit_tpu.data import augment, formats, keys, preprocess
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode, decode_image, decode_window
 from vit_tpu.data.source import Source
+from vit_tpu.errors import UserError
 
 Tensors = dict[str, tf.Tensor]
-# (encoded file or uint8 image, int64 index, uint64 key) -> uint8 [H, W, C]
+# (encoded file or uint8 image, uint64 key) -> uint8 [H, W, C]
 Reader = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _LONGEST_CHUNK = 8
 
@@ -25,13 +26,13 @@ def make_reader(
     decode: Decode,
     crop: str,
     crop_area: tuple[float, float] = (1.0, 1.0),
-    flip: bool = False,
+    vary: Reader | None = None,
 ) -> Reader:
     """Returns the function (image of the source, key) -> uint8 [H, W, channels] of `size`.
 
     crop: "resize" the whole image; "inception": a random window of a share `crop_area`;
     "central": the smaller side to 8/7 of `size`, then the middle (256 and 224 in big_vision).
-    flip: mirror every other image at random.
+    vary: what to do with the finished image, see `variation.of_one`.
     """
 
     def decoded(image: tf.Tensor) -> tf.Tensor:
@@ -57,10 +58,8 @@ def make_reader(
     chosen = {"inception": inception, "central": central, "resize": whole}[crop]
 
     def read(image: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
-        image = chosen(image, key)
-        if flip:
-            image = augment.flip_one(image, key)
-        return tf.ensure_shape(image, [*size, channels])
+        image = tf.ensure_shape(chosen(image, key), [*size, channels])
+        return image if vary is None else tf.ensure_shape(vary(image, key), [*size, channels])
 
     return read
 
@@ -103,40 +102,33 @@ def load_records(
 ) -> tf.data.Dataset:
     """As `load_from_memory`, reading one record after the other, several chunks at a time.
 
-    TensorFlow has no try: a failed read ends the whole map. A dataset of one element that ignores
-    errors, followed by a substitute, is one, but costs as much as decoding a small image. So a
-    whole chunk is tried first; only when that fails is each of its records tried alone, and the
-    ones that fail are reported and come out black with "ok" False.
-
     Args:
       chunks: numbers c; chunk c % chunks_per_step of step c // chunks_per_step.
       find: c -> {"index" int64 [chunk], "key" uint64 [chunk], ...}.
+      broken: gets the records that cannot be read; they come out black with "ok" False.
       shape: (H, W, C) that `read` gives.
     """
+    loaded = try_records(source, chunks, find, read, chunk, chunks_per_step, shape)
+    return loaded.map(lambda batch: report_broken(batch, source, broken), num_parallel_calls=tf.data.AUTOTUNE)
 
-    scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.uint64)
 
-    @tf.function(input_signature=scalar, autograph=False)  # traced once for its two uses
-    def read_one(index: tf.Tensor, key: tf.Tensor) -> Tensors:
-        record = source.get(index)
-        image = read(record["image"], key)
-        return {"image": image, "label": record["label"], "ok": tf.constant(True)}
+def try_records(
+    source: Source,
+    chunks: tf.data.Dataset,
+    find: Callable[[tf.Tensor], Tensors],
+    read: Reader,
+    chunk: int,
+    chunks_per_step: int,
+    shape: tuple[int, int, int],
+) -> tf.data.Dataset:
+    """Does what `load_records` does but for the report, in TensorFlow's operations alone.
 
-    with tf.device("CPU:0"):
-        labels = tf.constant(source.labels)
-
-    def report(index: tf.Tensor) -> Tensors:
-        done = tf.numpy_function(lambda i: _report(source, int(i), broken), [index], tf.bool)
-        return {
-            "image": tf.zeros(shape, tf.uint8),
-            "label": tf.gather(labels, index),
-            "ok": tf.ensure_shape(done, []),
-        }
-
-    def read_safely(index: tf.Tensor, key: tf.Tensor) -> Tensors:
-        one = tf.data.Dataset.from_tensors((index, key))
-        tried = one.map(read_one).ignore_errors()
-        return tried.concatenate(one.map(lambda i, k: report(i))).take(1).get_single_element()
+    TensorFlow has no try: a failed read ends the whole map. A dataset of one element that ignores
+    errors, followed by a substitute, is one, but costs as much as decoding a small image. So a
+    whole chunk is tried first; only when that fails is each of its records tried alone, and the
+    ones that fail come out black with "ok" False.
+    """
+    read_one, read_safely = _readers(source, read, shape)
 
     def read_chunk(index: tf.Tensor, key: tf.Tensor) -> Tensors:
         records = tf.data.Dataset.from_tensor_slices((index, key))
@@ -153,12 +145,75 @@ def load_records(
         return {name: tf.reshape(part, [chunks_per_step * chunk, *part.shape[2:]]) for name, part in parts.items()}
 
     loaded = chunks.map(load, num_parallel_calls=tf.data.AUTOTUNE)
+    if chunks_per_step == 1:
+        return loaded
     return loaded.batch(chunks_per_step, drop_remainder=True).map(join)
+
+
+def _readers(source: Source, read: Reader, shape: tuple[int, int, int]) -> tuple[Callable, Callable]:
+    """Returns two functions (index, key) -> record: one that fails, one that gives black and "ok" False instead."""
+    scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.uint64)
+
+    @tf.function(input_signature=scalar, autograph=False)  # traced once for its two uses
+    def read_one(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        record = source.get(index)
+        image = read(record["image"], key)
+        return {"image": image, "label": record["label"], "ok": tf.constant(True)}
+
+    with tf.device("CPU:0"):
+        labels = tf.constant(source.labels)
+
+    def black(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        return {"image": tf.zeros(shape, tf.uint8), "label": tf.gather(labels, index), "ok": tf.constant(False)}
+
+    def read_safely(index: tf.Tensor, key: tf.Tensor) -> Tensors:
+        one = tf.data.Dataset.from_tensors((index, key))
+        return one.map(read_one).ignore_errors().concatenate(one.map(black)).take(1).get_single_element()
+
+    return read_one, read_safely
+
+
+def read_again(batch: Tensors, source: Source, read: Reader) -> Tensors:
+    """Reads the records of a batch that are not "ok" once more, here: what another process could not read."""
+    shape = batch["image"].shape
+    _, read_safely = _readers(source, read, tuple(shape[1:]))
+
+    def again() -> Tensors:
+        where = tf.where(~batch["ok"])
+        bad = tf.data.Dataset.from_tensor_slices(tuple(tf.gather_nd(batch[name], where) for name in ("index", "key")))
+        found = bad.map(read_safely).batch(shape[0]).get_single_element()
+        return {name: tf.tensor_scatter_nd_update(batch[name], where, value) for name, value in found.items()}
+
+    kept = {name: batch[name] for name in ("image", "label", "ok")}
+    read_now = tf.cond(tf.reduce_all(batch["ok"]), lambda: kept, again)
+    return batch | {name: tf.ensure_shape(value, batch[name].shape) for name, value in read_now.items()}
+
+
+def choose_channels(source: Source, channels: int | None) -> int:
+    """Returns 1 or 3: `channels`, or the source's own when None (3 for encoded files)."""
+    if channels is None:
+        return source.image_shape[2] if source.image_shape else 3
+    if channels not in (1, 3):
+        raise UserError(f"channels is {channels}: use 1 (grey) or 3 (colour)")
+    return channels
 
 
 def chunk_size(count: int) -> int:
     """Returns the largest divisor of `count` up to 8: how many records are tried together."""
     return max(size for size in range(1, _LONGEST_CHUNK + 1) if count % size == 0)
+
+
+def report_broken(batch: Tensors, source: Source, broken: BrokenRecords) -> Tensors:
+    """Notes the records of a batch that are not "ok" in `broken`, with the reason; returns the batch."""
+
+    def report() -> tf.Tensor:
+        bad = tf.boolean_mask(batch["index"], ~batch["ok"])
+        done = tf.numpy_function(lambda indices: _report(source, indices, broken), [bad], tf.bool)
+        with tf.control_dependencies([done]):
+            return tf.identity(batch["ok"])
+
+    ok = tf.cond(tf.reduce_all(batch["ok"]), lambda: batch["ok"], report)
+    return batch | {"ok": tf.ensure_shape(ok, batch["ok"].shape)}
 
 
 def replace_broken(batch: Tensors) -> Tensors:
@@ -178,11 +233,12 @@ def replace_broken(batch: Tensors) -> Tensors:
     return batch | {"image": image, "label": tf.ensure_shape(label, batch["label"].shape)}
 
 
-def _report(source: Source, index: int, broken: BrokenRecords) -> np.bool_:
-    try:
-        image = source.get(tf.constant(index, tf.int64))["image"].numpy()
-        reason = formats.explain(image, Decode().max_pixels)
-    except (tf.errors.OpError, AttributeError) as error:
-        reason = f"it cannot be read ({str(error).splitlines()[0]})"
-    broken.add(source.name_of(index), reason)
-    return np.bool_(False)
+def _report(source: Source, indices: np.ndarray, broken: BrokenRecords) -> np.bool_:
+    for index in np.atleast_1d(indices):
+        try:
+            image = source.get(tf.constant(index, tf.int64))["image"].numpy()
+            reason = formats.explain(image, Decode().max_pixels)
+        except (tf.errors.OpError, AttributeError) as error:
+            reason = f"it cannot be read ({str(error).splitlines()[0]})"
+        broken.add(source.name_of(int(index)), reason)
+    return np.bool_(True)

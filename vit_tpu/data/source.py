@@ -40,3 +40,9 @@ class Source:
     def encoded(self) -> bool:
         """True when images are encoded files that the pipeline must decode."""
         return self.image_shape is None
+
+
+def why(error: Exception) -> str:
+    """Returns on one line what the operating system, TensorFlow or a library says went wrong."""
+    text = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
+    return " ".join(str(text).split())[:300] or type(error).__name__

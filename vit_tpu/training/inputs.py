@@ -8,13 +8,27 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from vit_tpu.data import arrays, digits, folders, in_memory, labels, pipeline, synthetic
+from vit_tpu.data import (
+    array_records,
+    arrays,
+    cache,
+    class_names,
+    digits,
+    exif,
+    folders,
+    labels,
+    manifests,
+    pipeline,
+    synthetic,
+    tfds,
+    tfrecords,
+)
 from vit_tpu.data.broken import BrokenRecords
+from vit_tpu.data.decode import Decode
+from vit_tpu.data.examples import IMAGE_KEY, LABEL_KEY, TEXT_KEY, Keys
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
-
-MEMORY_LIMIT = 2**30  # bytes of pixels that are kept in memory without being asked
 
 
 def open_source(config: Config, split: str) -> Source:
@@ -24,36 +38,71 @@ def open_source(config: Config, split: str) -> Source:
       UserError: it is not there, is empty or cannot be read; says where and what to do.
     """
     data = config.data
+    names = class_names.read(data.class_names) if data.class_names else None
+    source = _open(config, split, names)
+    if names is not None and data.class_names:
+        source = class_names.apply(source, names, data.class_names)
+    if split == "train" and config.model.num_classes is None:
+        labels.check_start(source)
+    return source
+
+
+def _open(config: Config, split: str, names: tuple[str, ...] | None) -> Source:
+    data = config.data
     if data.source == "digits":
         return digits.digits(split)
     if data.source == "synthetic":
         size = config.model.image_size
         return synthetic.synthetic(data.size, image_size=size, num_classes=data.classes, channels=data.channels or 3)
-    assert data.path is not None  # validate() saw to it
+    parts: dict[str, Any] = {"validation_share": data.validation_fraction}
+    if data.source == "folder":
+        return folders.from_folders(_path(data.path), split, **parts)
+    parts["label_offset"] = data.label_offset
     if data.source == "npz":
-        return arrays.from_npz(data.path, split)
-    return folders.from_folders(data.path, split, validation_share=data.validation_fraction)
+        return arrays.from_npz(_path(data.path), split, **parts)
+    parts |= {"train_name": data.split, "validation_name": data.validation_split, "names": names,
+              "multi_label": data.multi_label}  # fmt: skip
+    if data.source == "tfds":
+        return tfds.from_tfds(data.path, data.name, split, image_key=data.image_key, label_key=data.label_key, **parts)
+    if data.source == "manifest":
+        return manifests.from_manifest(
+            _path(data.path), split, image_key=data.image_key or "image", label_key=data.label_key or "label", **parts
+        )
+    # The names of classes beside the labels are ImageNet's habit; a key of one's own stands alone.
+    keys = Keys(data.image_key or IMAGE_KEY, data.label_key or LABEL_KEY, None if data.label_key else TEXT_KEY)
+    opener = tfrecords.from_tfrecords if data.source == "tfrecord" else array_records.from_array_records
+    return opener(_path(data.path), split, keys=keys, **parts)
+
+
+def _path(path: str | None) -> str:
+    if path is None:
+        raise UserError("data.path is missing: say where the images are")
+    return path
+
+
+def decode_options(config: Config) -> Decode:
+    """Returns how files become pixels."""
+    return Decode(background=config.data.background, exif=config.data.exif)
 
 
 def ready(config: Config, source: Source, broken: BrokenRecords) -> Source:
-    """Returns the source with its pixels in memory where the config says so or they fit, else as it is.
+    """Returns the source with its files or pixels in memory where `data.cache` says so, else as it is.
 
-    Decoding small files again in every epoch costs more than the step; random crops need the whole files.
+    Decoding small files again in every epoch costs more than the step; random crops need the whole files. Says how
+    many files a camera marked as turned.
     """
     data = config.data
-    wanted = data.in_memory
-    if not source.encoded or wanted is False:
-        return source
-    size, colours = config.model.image_size, channels(config, source)
-    if wanted is None:
-        wanted = data.crop == "resize" and in_memory.memory_bytes(source, size, colours) <= MEMORY_LIMIT
-    elif data.crop == "inception":
-        raise UserError(
-            "data.in_memory holds finished images, but data.crop=inception cuts them from the files: leave one out"
-        )
-    if not wanted:
-        return source
-    return in_memory.load_into_memory(source, size, channels=colours, limit=2**62, broken=broken)
+    turned = exif.sentence(source, data.exif)
+    if turned:
+        print(turned, flush=True)
+    kind = "none" if data.data_service and source.encoded else data.cache
+    held, sentence = cache.hold(
+        source, kind, config.model.image_size, channels=channels(config, source), crop=data.crop,
+        decode=decode_options(config), broken=broken,
+    )  # fmt: skip
+    if sentence:
+        print(sentence, flush=True)
+    return held
 
 
 def num_classes(config: Config, source: Source) -> int:
@@ -89,11 +138,21 @@ def train_data(config: Config, source: Source, start_step: int, broken: BrokenRe
         crop_area=data.crop_area,
         flip=data.flip,
         shift=data.shift,
+        policy=data.policy,
+        policy_layers=data.policy_layers,
+        policy_magnitude=data.policy_magnitude,
+        jitter=data.jitter,
+        erasing=data.erasing,
+        erasing_count=data.erasing_count,
+        repeats=data.repeats,
         mixup=data.mixup,
-        label_format="onehot" if data.mixup else "int",
+        cutmix=data.cutmix,
+        label_format="onehot" if data.mixup or data.cutmix else "int",
         num_classes=num_classes(config, source),
         deterministic=True,
+        decode=decode_options(config),
         broken=broken,
+        services=data.data_service,
     )
 
 
@@ -108,6 +167,7 @@ def eval_data(config: Config, source: Source, broken: BrokenRecords) -> tf.data.
         channels=channels(config, source),
         num_classes=num_classes(config, source),
         crop="central" if config.data.crop == "inception" else "resize",
+        decode=decode_options(config),
         broken=broken,
     )
 
