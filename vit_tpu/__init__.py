@@ -17,9 +17,10 @@ from vit_tpu.errors import UserError
 _PUBLIC = {
     "Config": "settings", "load_config": "config", "ViT": "models.vit", "run": "training.run",
     "Summary": "training.run", "callbacks": "training.callbacks", "load_weights": "weights",
-    "save_weights": "weights", "LoadReport": "weights", "make_plan": "tpu.planner", "Plan": "tpu.planner",
+    "save_weights": "weights", "load_trained": "evaluation.loading", "judge_features": "evaluation.report",
+    "export_model": "exporting.artefact", "LoadReport": "weights", "make_plan": "tpu.planner", "Plan": "tpu.planner",
 }  # fmt: skip
-_MODULES = ("losses", "metrics", "models", "optim")
+_MODULES = ("evaluate", "losses", "metrics", "models", "optim", "predict")
 
 __all__ = ["UserError", "__version__", "precision", *_PUBLIC, *_MODULES]
 
