@@ -16,7 +16,8 @@ def test_help_teaches(capsys):
     assert train.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "python -m vit_tpu.train" in out and "Exit codes" in out
-    for flag in ("--config", "--set", "--optimizer", "--precision", "--gradient_clipping", "--head_weight_decay"):
+    for flag in ("--config", "--set", "--optimizer", "--precision", "--gradient_clipping", "--head_weight_decay",
+                 "--resume", "--allow_config_change", "--on_nonfinite"):  # fmt: skip
         assert flag in out
 
 
@@ -46,6 +47,10 @@ def test_help_teaches(capsys):
         (["--json=no/such/x.json"], "no folder no/such"),
         (["--batch_size=100000"], "larger than the 1,437"),
         (["--set=data.channels=2"], "1 (grey) or 3"),
+        (["--resume=no/such"], "no/such is neither a run's folder nor a checkpoint"),
+        (["--on_nonfinite=rolback"], "did you mean \"rollback\""),
+        (["--set=training.keep=0"], "training.keep is 0"),
+        (["--set=training.max_rollbacks=-1"], "training.max_rollbacks"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capsys, tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ Examples:
       as if it ran on a TPU: which shapes are padded, by how much
   python -m vit_tpu.doctor --profile=runs/first
       where the time of a recorded trace went, and one advice
+  python -m vit_tpu.doctor --replay=runs/first
+      a step whose loss or gradient was not finite, taken again layer by layer, in the run's precision and in float32
 
 Exit codes: 0 nothing to fix, 1 something must be fixed, 2 wrong use.
 """
@@ -37,6 +39,7 @@ def _define(flags: Any, values: Any) -> None:
     )
     flags.DEFINE_integer("replicas", None, "devices that share a batch; default: what is here", flag_values=values)
     flags.DEFINE_string("profile", None, "folder with a trace: read it instead", flag_values=values)
+    flags.DEFINE_string("replay", None, "folder of a run that failed: take its bad step again", flag_values=values)
     flags.DEFINE_string("json", None, "also write the findings to this file", flag_values=values)
 
 
@@ -58,6 +61,14 @@ def _run(values: Any) -> int:
             written = dataclasses.asdict(found) | {"advice": found.advice()}
             pathlib.Path(values.json).write_text(json.dumps(written, indent=1) + "\n")
         return 0 if found.steps else 1
+    if values.replay:
+        from vit_tpu.diagnose import replay
+
+        again = replay.replay(values.replay)
+        print(again)
+        if values.json:
+            pathlib.Path(values.json).write_text(json.dumps(dataclasses.asdict(again), indent=1) + "\n")
+        return 1 if again.run.culprit else 0
     from vit_tpu.diagnose import examine, findings
 
     results = examine.examine(

@@ -9,7 +9,10 @@ Examples:
   --workdir=runs/lamb
       flags win over the file, the file over the defaults
   python -m vit_tpu.train --workdir=runs/lamb ...
-      the same command again continues a run that was interrupted
+      the same command again continues a run that was interrupted or killed
+  python -m vit_tpu.train --resume=runs/a/checkpoints/00010000 --workdir=runs/cool --steps=12000
+  --set schedule.cooldown=2000 --allow_config_change
+      a cooldown from an older checkpoint of another run
 
 Exit codes: 0 done, 1 failed, 2 wrong use, 75 interrupted and saved (run it again to go on).
 """
@@ -44,7 +47,10 @@ SHORTCUTS = {
     "tpu": ("tpu", "local, or the name or address of a TPU"),
     "profile": ("training.profile", "START,STOP: record these training steps"),
     "seed": ("training.seed", "of order, augmentation, weights and dropout"),
-    "init_from": ("init_from", "weight file to start from"),
+    "init_from": ("init_from", "weight file to start from, or a run's folder or checkpoint"),
+    "resume": ("resume", "auto, never, or a run's folder or checkpoint to continue from"),
+    "on_nonfinite": ("training.on_nonfinite", "stop, or rollback past the bad data"),
+    "data_service": ("data.data_service", "host:port of processes that read images, see vit_tpu.data_service"),
 }
 
 
@@ -69,6 +75,10 @@ def _define(flags: Any, values: Any) -> None:
     flags.DEFINE_boolean(
         "deterministic", False, "the same bits in every run (training.deterministic)", flag_values=values
     )
+    flags.DEFINE_boolean(
+        "allow_config_change", False, "continue although learning rate, batch, data, ... changed (allow_config_change)",
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_boolean("dry_run", False, "print what would run, and stop", flag_values=values)
     flags.DEFINE_string("json", None, "also write the summary to this file", flag_values=values)
 
@@ -93,6 +103,8 @@ def overrides(values: Any) -> list[str]:
     for name in ("jit", "check_numerics", "deterministic"):
         if values[name].present:
             found.append(f"training.{name}={str(values[name].value).lower()}")
+    if values["allow_config_change"].present:
+        found.append(f"allow_config_change={str(values.allow_config_change).lower()}")
     return found
 
 

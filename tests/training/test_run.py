@@ -13,15 +13,14 @@ from tiny_run import config
 from vit_tpu import UserError, run
 from vit_tpu import config as configs
 from vit_tpu.models.guard import NonFiniteError
-from vit_tpu.training import callbacks, state
+from vit_tpu.training import build, checkpoints, logger, state, storage
 from vit_tpu.training.workdir import Workdir
 
 
 def arrays(workdir):
     found = state.newest(workdir / "checkpoints")
     assert found is not None
-    with np.load(found[0] / "state.npz") as file:
-        return {name: file[name] for name in file.files}
+    return {name: array for name, array, _ in checkpoints.read(*found)}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +48,23 @@ def test_summary_is_complete_and_true(finished):
     assert summary.validation == written["validation"]
 
 
+def test_checkpoint_says_everything_that_training_continues_from(finished):
+    _, workdir = finished
+    manifest = state.newest(workdir / "checkpoints")[1]
+    assert manifest["step"] == 12 and manifest["position"]["examples"] == 12 * 32
+    assert manifest["position"]["epoch"] == pytest.approx(384 / 1437, abs=1e-5)
+    assert manifest["position"]["micro_steps"] == 12 and manifest["rollbacks"] == 0
+    assert manifest["counters"] == {"applied_updates": 12, "skipped": 0}
+    assert manifest["metrics"]["validation"]["count"] == 360 and manifest["metrics"]["evaluated"] == 12
+    assert manifest["metrics"]["best"]["accuracy"] >= manifest["metrics"]["validation"]["accuracy"]
+    assert manifest["metrics"]["train"]["loss"] > 0 and manifest["seeds"] == {"training.seed": 0}
+    assert manifest["config"]["training"]["steps"] == 12 and manifest["versions"]["tensorflow"].startswith("2.20")
+    names = manifest["arrays"].keys()
+    for name in ("parameters/head/kernel", "ema/head/kernel", "ema/updates", "optimizer/applied_updates",
+                 "loss_scale/scale", "loss_scale/good_steps", "loss_scale/skipped", "counters/skipped"):  # fmt: skip
+        assert name in names, name
+
+
 def test_config_beside_the_run_reads_back_to_the_same_run(finished):
     _, workdir = finished
     assert configs.load_config(workdir / "config.yaml") == config(training__ema=0.9, loss_scale__mode="dynamic")
@@ -70,20 +86,58 @@ def test_another_configuration_does_not_continue_a_run(finished):
         run(config(training__ema=0.9, loss_scale__mode="dynamic", learning_rate=0.5, training__steps=24), workdir)
 
 
+def test_cooldown_from_another_runs_checkpoint_in_another_precision(finished, tmp_path, capsys):
+    _, workdir = finished
+    older = str(workdir / "checkpoints" / "00000012")
+    changes = {"resume": older, "training__ema": 0.9, "training__steps": 16, "schedule__cooldown": 4,
+               "schedule__name": "constant", "accumulation_steps": 2, "precision": "mixed_bfloat16"}  # fmt: skip
+    with pytest.raises(UserError, match="schedule.name: cosine -> constant.*--allow_config_change"):
+        run(config(**changes), tmp_path / "cool")
+    assert not (tmp_path / "cool").exists()
+    summary = run(config(**changes, allow_config_change=True, save_weights=True), tmp_path / "cool")
+    out = capsys.readouterr().out
+    assert summary.steps == 16 and summary.applied_updates == 16 and summary.micro_steps == 12 + 2 * 4
+    assert "schedule.cooldown: 0 -> 4 (allowed)" in out and "precision: float32 -> mixed_bfloat16\n" in out
+    assert out.count("loss scale is dropped") == 1
+    lines = [json.loads(line) for line in (tmp_path / "cool" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "validation" not in line] == [16]
+    assert (tmp_path / "cool/weights/00000016/model.safetensors").exists()
+    # And its weights alone start a new run.
+    fresh = config(init_from=str(tmp_path / "cool"), learning_rate=0.0, training__steps=2, weight_decay=0.0)
+    run(fresh, tmp_path / "fresh")
+    for name, array in arrays(tmp_path / "cool").items():
+        if name.startswith("parameters/"):
+            np.testing.assert_array_equal(array, arrays(tmp_path / "fresh")[name])
+
+
+def test_signal_before_training_begins_leaves_with_75_and_loses_nothing(tmp_path, monkeypatch, capsys):
+    original = build.build_model
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    monkeypatch.setattr(build, "build_model", interrupted)
+    summary = run(config(), tmp_path / "run")
+    assert summary.status == "interrupted" and summary.steps == 0 and not (tmp_path / "run/checkpoints").exists()
+    out = capsys.readouterr().out
+    assert "before training begins" in out and f"--workdir={tmp_path / 'run'}" in out
+
+
 def test_interrupted_run_continues_to_the_same_bits(finished, tmp_path, monkeypatch):
     _, whole = finished
-    original = callbacks.Logger.on_steps
+    original = logger.Logger.on_steps
 
     def interrupt_at_four(self, step, logs):
         original(self, step, logs)
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(callbacks.Logger, "on_steps", interrupt_at_four)
+    monkeypatch.setattr(logger.Logger, "on_steps", interrupt_at_four)
     settings = config(training__ema=0.9, loss_scale__mode="dynamic")
     first = run(settings, tmp_path / "cut")
     assert first.status == "interrupted" and 4 <= first.steps <= 6
-    monkeypatch.setattr(callbacks.Logger, "on_steps", original)
+    monkeypatch.setattr(logger.Logger, "on_steps", original)
     second = run(settings, tmp_path / "cut")
     assert second.status == "done" and second.steps == 12
     expected, got = arrays(whole), arrays(tmp_path / "cut")
@@ -116,14 +170,64 @@ def test_default_workdir_continues_an_interrupted_run_of_the_same_config(tmp_pat
     monkeypatch.chdir(tmp_path)
     settings = config()
     folder = Workdir.open(None, settings)
-    assert str(folder.path) == "runs/digits"
+    assert folder.path == "runs/digits"
     folder.make(settings)
     folder.write_json("summary.json", {"status": "interrupted"})
     folder.release()
     assert str(Workdir.open(None, settings).path) == "runs/digits"
     assert str(Workdir.open(None, config(learning_rate=0.5)).path) == "runs/digits-2"
+    (tmp_path / "runs/digits/summary.json").unlink()  # killed before it could write one
+    again = Workdir.open(None, settings)
+    assert again.path == "runs/digits"
+    assert Workdir.open(None, settings).path == "runs/digits-2"  # somebody is at work in the first
+    again.release()
     folder.write_json("summary.json", {"status": "done"})
-    assert str(Workdir.open(None, settings).path) == "runs/digits-2"
+    assert Workdir.open(None, settings).path == "runs/digits-2"
+
+
+def test_read_only_folder_is_one_clear_error(tmp_path, monkeypatch):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "makedirs", refuse)  # root may write everywhere: say no for it
+    with pytest.raises(UserError, match="cannot be written to \\(Permission denied\\): choose another with --workdir"):
+        Workdir(tmp_path / "run").make(config())
+
+
+def test_leftovers_of_a_killed_run_are_cleared_and_said(tmp_path, capsys):
+    for name in (".config.yaml.7.tmp", "checkpoints/.00000004.7.tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    folder = Workdir(tmp_path)
+    folder.make(config())
+    folder.release()
+    assert "removed 1 unfinished checkpoint" in capsys.readouterr().out
+    assert sorted(os.listdir(tmp_path)) == [".lock", "checkpoints", "config.yaml"]
+
+
+def test_folder_in_a_store_belongs_to_the_last_who_came(tmp_path):
+    root = f"ram://{tmp_path.name}-{os.getpid()}/run"
+    first, second = Workdir(root), Workdir(root)
+    first.make(config())
+    first.still_ours()
+    second.make(config())
+    with pytest.raises(UserError, match=f"taken over by process {os.getpid()}"):
+        first.still_ours()
+    second.still_ours()
+
+
+def test_run_in_a_store_without_rename_and_its_continuation(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("rename in a store")
+
+    monkeypatch.setattr(tf.io.gfile, "rename", refuse)
+    root = f"ram://{tmp_path.name}-{os.getpid()}/run"
+    run(config(training__steps=4), root)
+    summary = run(config(training__steps=6), root)
+    assert summary.status == "done" and summary.steps == 6
+    names = storage.names(root)
+    assert {"config.yaml", "summary.json", "metrics.jsonl", "logs", "checkpoints", "plots"} <= set(names)
+    assert checkpoints.steps(f"{root}/checkpoints") == [6, 4]
+    assert "learning_curves.png" in storage.names(f"{root}/plots")
 
 
 def test_numerics_check_is_silent_in_a_healthy_run(tmp_path):

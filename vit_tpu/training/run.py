@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,24 @@ from vit_tpu.errors import UserError
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.models.vit import ViT
 from vit_tpu.settings import Config
-from vit_tpu.training import build, callbacks, display, inputs, peak, plots, profiling, schedule, state, summary
+from vit_tpu.training import (
+    build,
+    callbacks,
+    checkpoints,
+    display,
+    estimate,
+    inputs,
+    peak,
+    plots,
+    profiling,
+    resume,
+    rollback,
+    schedule,
+    storage,
+    summary,
+)
+from vit_tpu.training.logger import Logger
+from vit_tpu.training.stopping import StopOnRequest
 from vit_tpu.training.summary import Summary
 from vit_tpu.training.workdir import Workdir
 
@@ -40,107 +58,148 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
       NonFiniteError: the loss or the gradients went bad; the last good checkpoint stays.
     """
     config = configs.validate(config)
-    began = time.perf_counter()
     _seed(config)
-    here = devices.choose(config.strategy, config.tpu)
     folder = Workdir.open(workdir or config.workdir, config)
+    stop = StopOnRequest()
+    try:
+        with stop.on_signals():
+            return _run(config, folder, stop)
+    finally:
+        folder.release()
+
+
+def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
+    began = time.perf_counter()
+    here = devices.choose(config.strategy, config.tpu)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     classes = inputs.num_classes(config, train)
     inputs.num_classes(config, validation)
     broken, valid_broken = inputs.budget(config, train), BrokenRecords(0)
     train, validation = inputs.ready(config, train, broken), inputs.ready(config, validation, valid_broken)
     plan = schedule.plan(config, train.num_examples)
+    stop.steps_per_execution = plan.steps_per_execution
+    start = resume.find(config, folder.checkpoints)
     reports: list[Any] = []
-    model = build.build_model(config, here, classes, inputs.channels(config, train), plan, reports)
-    start = folder.resume(model)
-    print(summary.opening(config, here, model, train, validation, plan, folder, start), flush=True)
-    if start >= plan.total_steps and folder.summary().get("status") == "done":
-        result = Summary(**folder.summary())
+    # A checkpoint holds the weights already; a run that begins takes those of init_from.
+    first = dataclasses.replace(
+        config, init_from=resume.weights_at(config.init_from) if config.init_from and not start.path else None
+    )
+    model = build.build_model(first, here, classes, inputs.channels(config, train), plan, reports)
+    start = resume.load(start, model, config)
+    batch, moved = resume.first_batch(start, config.training.batch_size // config.data.repeats)
+    start = dataclasses.replace(start, notes=(*start.notes, *moved))
+    print(summary.opening(config, here, model, train, validation, plan, folder, start.step, start.notes), flush=True)
+    if start.step >= plan.total_steps and folder.summary().get("status") == "done":
+        result = summary.read(folder.summary())
         print(f"{folder.path} is finished already: nothing to do\n{summary.ending(result)}", flush=True)
         return result
-    if start >= plan.total_steps:
+    if start.step >= plan.total_steps:
         raise UserError(
-            f"{folder.path} has trained {start:,} steps already and {plan.total_steps:,} are asked for: nothing to do"
+            f"{folder.path} has trained {start.step:,} steps already and {plan.total_steps:,} are asked for: nothing "
+            "to do"
         )
     window = None
     if config.training.profile is not None:
         window = profiling.ProfileWindow(
-            folder.path / "logs", config.training.profile, steps_per_execution=plan.steps_per_execution, start=start,
-            total_steps=plan.total_steps,
+            storage.join(folder.path, "logs"), config.training.profile, steps_per_execution=plan.steps_per_execution,
+            start=start.step, total_steps=plan.total_steps,
         )  # fmt: skip
     folder.make(config)
     for report in reports:
         folder.write_json("init_report.json", report.to_dict())
     top, where = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
-    data = inputs.train_data(config, train, start, broken)
-    valid = inputs.eval_data(config, validation, valid_broken)
-    progress = display.Progress(plan.total_steps, start)
-    logger = callbacks.Logger(
-        folder.path, plan.log_every, batch_size=config.training.batch_size, total_steps=plan.total_steps, start=start,
-        progress=progress, examples_per_epoch=train.num_examples,
+    progress = display.Progress(plan.total_steps, start.step)
+    stop.say = progress.say
+    metrics = start.manifest.get("metrics", {})
+    logger = Logger(
+        folder.path, plan.log_every, batch_size=config.training.batch_size, total_steps=plan.total_steps,
+        start=start.step, progress=progress, examples_per_epoch=train.num_examples, metrics=metrics,
     )  # fmt: skip
-    stop = callbacks.StopOnRequest()
+    logger.forget_after(start.step)
     evaluator = callbacks.Evaluator(
-        valid,
-        plan.evaluate_every,
-        logger,
-        start=start,
-        averaged=config.training.evaluate_ema,
-        check=valid_broken.check,
-        skip=stop,
-    )
-    extra = {"config": configs.to_dict(config), "versions": summary.versions()}
+        inputs.eval_data(config, validation, valid_broken), plan.evaluate_every, logger, start=start.step,
+        averaged=config.training.evaluate_ema, check=valid_broken.check, stop=stop, metrics=metrics,
+    )  # fmt: skip
     saver = callbacks.Checkpointer(
-        folder.checkpoints, plan.checkpoint_every, start=start, extra=extra, clock=logger.clock
-    )
+        folder.checkpoints, plan.checkpoint_every, start=start.step, keep=plan.keep, clock=logger.clock,
+        evaluator=evaluator, weights=folder.weights if config.training.save_weights else None,
+        averaged=config.training.evaluate_ema, owned=folder.still_ours, stop=stop,
+    )  # fmt: skip
+    at = rollback.Position(start, batch, config, train.num_examples, train.class_names)
+    saver.extra = lambda step: at.manifest(step, model, logger, evaluator, here.replicas)
     watchers = [logger, evaluator, saver, stop, *([window] if window else [])]
     try:
-        with stop.on_signals(progress.say), _numerics_checked(config.training.check_numerics):
-            model.fit(data, epochs=1, steps_per_epoch=plan.total_steps - start, verbose=0, callbacks=watchers)
-    except Exception as error:
-        if isinstance(error, NonFiniteError):
-            _keep_last_good(model, folder, extra)
+        with _numerics_checked(config.training.check_numerics):
+            while not stop.requested:
+                data = inputs.train_data(config, train, at.batch, broken)
+                steps = plan.total_steps - at.start.step
+                try:
+                    model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=watchers)
+                    break
+                except NonFiniteError as error:
+                    rollback.after(error, at, model, saver, logger, evaluator, watchers)  # or raises
+    except KeyboardInterrupt:
+        with contextlib.suppress(Exception):
+            saver.writer.take_over()
+        found = checkpoints.steps(folder.checkpoints)
+        kept = f"the checkpoint of step {found[0]:,} is whole" if found else "nothing had been saved yet"
+        progress.say(f"stopped at once: {kept}")
+        raise
+    except Exception:
         broken.check()  # an unreadable file inside tf.data arrives as an obscure error: say which file
         valid_broken.check()
         raise
     finally:
+        with contextlib.suppress(Exception):  # the error on its way says more
+            saver.writer.wait()
         progress.close()
         logger.close()
-        folder.release()
+    served = stop.seconds_since()
     # A signal after the last step interrupts nothing.
     interrupted = stop.requested and model.counters.values()["steps"] < plan.total_steps
     result = summary.summarise(config, here, model, folder, logger, evaluator, interrupted, began, top, where)
+    result = dataclasses.replace(
+        result, rollbacks=at.start.rollbacks, micro_steps=at.micro_steps(result.steps),
+        stop_seconds=served if interrupted else None,
+        checkpoint=checkpoints.folder_of(folder.checkpoints, result.steps) if result.steps else None,
+    )  # fmt: skip
     folder.write_json("summary.json", dataclasses.asdict(result))
     if result.status == "done":
-        _draw(config, model, validation, folder)
+        with _local(folder) as place:
+            _draw(config, model, validation, place)
     print(summary.ending(result), flush=True)
     return result
 
 
-def _keep_last_good(model: ViT, folder: Workdir, extra: dict[str, Any]) -> None:
-    """Writes the state before a non-finite loss: the latched step has changed nothing since."""
-    bad = model.counters.values()["bad_step"]
-    if bad > 1:
-        model.counters.bad_step.assign(0)
-        model.counters.steps.assign(bad - 1)
-        path = state.save(model, folder.checkpoints, bad - 1, extra)
-        print(f"the weights after step {bad - 1} are in {path}", flush=True)
+@contextlib.contextmanager
+def _local(folder: Workdir) -> Iterator[str]:
+    """Gives a folder on disk that pictures can be drawn into: the run's own, or one whose plots are copied there."""
+    if storage.is_local(folder.path):
+        yield folder.path
+        return
+    with tempfile.TemporaryDirectory() as place:
+        storage.write_text(storage.join(place, "metrics.jsonl"), folder.file("metrics.jsonl") or "")
+        yield place
+        storage.make_folder(folder.path_of("plots"))
+        for name in storage.names(storage.join(place, "plots")):
+            with storage.reading(storage.join(place, "plots", name)) as source:
+                drawn = source.read()
+            with storage.writing(storage.join(folder.path, "plots", name)) as target:
+                target.write(drawn)
 
 
-def _draw(config: Config, model: ViT, validation: Source, folder: Workdir) -> None:
+def _draw(config: Config, model: ViT, validation: Source, folder: str) -> None:
     size = "x".join(map(str, model.image_size))
     title = (
         f"{config.data.source}, {model.variant.depth} blocks, width {model.variant.width}, image "
         f"{size}, {config.precision}"
     )
-    plots.learning_curves(folder.path, title)
+    plots.learning_curves(folder, title)
     if validation.labels.ndim == 1:
         images, logits = inputs.predictions(config, model, validation, limit=2048)
         ids = [validation.name_of(i) for i in range(len(images))]
         shares = tf.nn.softmax(logits).numpy() if config.training.loss == "softmax" else tf.sigmoid(logits).numpy()
-        plots.prediction_sheet(
-            folder.path, images, validation.labels[: len(images)], shares, validation.class_names, ids
-        )
+        plots.prediction_sheet(folder, images, validation.labels[: len(images)], shares, validation.class_names, ids)
 
 
 @contextlib.contextmanager
@@ -169,12 +228,12 @@ def _seed(config: Config) -> None:
 
 
 def dry_run(config: Config) -> str:
-    """Returns the start-up summary of a run without training it or writing anything."""
+    """Returns the start-up summary of a run and an estimate of its memory, without training or writing anything."""
     config = configs.validate(config)
     here = devices.choose(config.strategy, config.tpu)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     plan = schedule.plan(config, train.num_examples)
     model = build.build_model(config, here, inputs.num_classes(config, train), inputs.channels(config, train), plan)
-    return summary.opening(
-        config, here, model, train, validation, plan, Workdir(config.workdir or "(none: dry run)"), 0
-    )
+    folder = Workdir(config.workdir or "(none: dry run)")
+    opening = summary.opening(config, here, model, train, validation, plan, folder, 0)
+    return f"{opening}\n\n{estimate.text(config, model, here.replicas)}"

@@ -9,6 +9,7 @@ from typing import Any
 from vit_tpu.errors import UserError
 from vit_tpu.optim import schedules
 from vit_tpu.settings import Config
+from vit_tpu.training.checkpoints import Keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Plan:
     """Lengths in steps; the intervals are multiples of `steps_per_execution`, since Python sees nothing in between.
 
     Attributes:
+      keep: which checkpoints stay.
       changed: sentences about intervals that were moved to the next multiple.
     """
 
@@ -25,6 +27,7 @@ class Plan:
     log_every: int
     evaluate_every: int
     checkpoint_every: int
+    keep: Keep
     changed: tuple[str, ...]
 
 
@@ -58,6 +61,7 @@ def plan(config: Config, num_examples: int) -> Plan:
         log_every=interval("log_every", t.log_every, max(total // 100, 1)),
         evaluate_every=interval("evaluate_every", t.evaluate_every, max(round(per_epoch), total // 20)),
         checkpoint_every=interval("checkpoint_every", t.checkpoint_every, 2**40),
+        keep=Keep(t.keep, interval("keep_every", t.keep_every, 0) if t.keep_every else 0, t.keep_best),
         changed=tuple(changed),
     )
 

@@ -1,30 +1,19 @@
-"""Checkpoints: everything that training continues from, strict, verified, never half written.
-
-A checkpoint is a folder `checkpoints/<step>/` with `state.npz` (every array by name) and `manifest.json` (shapes,
-dtypes, the hash of the arrays' file, and what the caller adds: step, config, versions). It is written beside its
-place under a temporary name, flushed to disk and renamed, so a folder with a number for a name is complete; its hash
-says whether it still is.
-"""
+"""The state of a run: every variable that training continues from, copied out and put back, strictly."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
-import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from vit_tpu.errors import UserError, nearest
 from vit_tpu.optim.loss_scale import LossScale
+from vit_tpu.training import checkpoints
 
-FORMAT = 1
+COUNTERS = ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
 
 
 def variables_of(model: Any) -> dict[str, tf.Variable]:
@@ -40,14 +29,36 @@ def variables_of(model: Any) -> dict[str, tf.Variable]:
         found["ema/updates"] = model.averages.updates
         for parameter, average in zip(model.trained, model.averages.averages):
             found[f"ema/{parameter.path}"] = average
-    for name in ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient"):
+    for name in COUNTERS:
         found[f"counters/{name}"] = getattr(model.counters, name)
     return found
 
 
+def snapshot(model: Any) -> dict[str, tuple[np.ndarray, str]]:
+    """Returns name -> (array, dtype name) of the state as it is now, whatever training does afterwards.
+
+    NumPy knows no bfloat16, so its bits come as uint16. On a CPU the arrays are the variables' own memory: TensorFlow
+    gives a variable new memory when it changes while someone still looks at the old, so the copy costs nothing until
+    then. From other devices it is one copy to the host.
+    """
+    return {name: _to_host(variable) for name, variable in variables_of(model).items()}
+
+
+def _to_host(variable: tf.Variable) -> tuple[np.ndarray, str]:
+    value = tf.convert_to_tensor(variable)
+    dtype = value.dtype.name
+    if value.dtype == tf.bfloat16:
+        value = tf.bitcast(value, tf.uint16)
+    return np.asarray(memoryview(value)) if "CPU:" in value.backing_device else value.numpy(), dtype
+
+
 def save(
-    model: Any, folder: str | os.PathLike[str], step: int, extra: Mapping[str, Any], keep: int = 2
-) -> pathlib.Path:
+    model: Any,
+    folder: str | os.PathLike[str],
+    step: int,
+    extra: Mapping[str, Any],
+    keep: int = 2,
+) -> str:
     """Writes the checkpoint of `step` and removes all but the newest `keep`; returns its folder.
 
     Args:
@@ -61,122 +72,108 @@ def save(
       UserError: the disk is full or not writable; nothing half-written stays.
       FloatingPointError: the state is not finite; nothing is written.
     """
-    root = pathlib.Path(folder)
-    arrays = {name: _to_storage(variable) for name, variable in variables_of(model).items()}
-    for name, (array, _) in arrays.items():
-        if name.startswith("parameters/") and not np.isfinite(array).all():
-            raise FloatingPointError(f"step {step}: {name} is not finite, so no checkpoint was written")
-    target, temporary = root / f"{step:08d}", root / f".{step:08d}.{os.getpid()}.tmp"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with open(temporary / "state.npz", "wb") as file:
-            np.savez(file, **{name: array for name, (array, _) in arrays.items()})  # type: ignore[arg-type]
-            _flush(file)
-        manifest = {
-            "format": FORMAT, "step": step, "sha256": _sha256(temporary / "state.npz"),
-            "arrays": {name: [list(array.shape), dtype] for name, (array, dtype) in arrays.items()}, **extra,
-        }  # fmt: skip
-        with open(temporary / "manifest.json", "w") as file:
-            json.dump(manifest, file, indent=1)
-            _flush(file)
-        if target.exists():  # the same step again, for example a final save after a periodic one
-            shutil.rmtree(target)
-        os.rename(temporary, target)
-        _flush_folder(root)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"the checkpoint of step {step} cannot be written to {root} ({error.strerror}): free space "
-            "or choose another workdir"
-        ) from None
-    for old in _complete(root)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+    root = os.fspath(folder)
+    target = checkpoints.write(root, step, snapshot(model), extra, metadata=settings_of(model))
+    checkpoints.prune(root, checkpoints.Keep(keep), step)
     return target
 
 
-def newest(folder: str | os.PathLike[str]) -> tuple[pathlib.Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint that is whole, with its manifest; damaged ones are named and passed over."""
-    for path in _complete(pathlib.Path(folder)):
-        try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            if _sha256(path / "state.npz") == manifest["sha256"]:
-                return path, manifest
-            reason = "its contents do not match their hash"
-        except (OSError, ValueError, KeyError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        logging.warning("checkpoint %s is damaged (%s); trying the one before", path, reason)
-    return None
+def settings_of(model: Any) -> dict[str, str]:
+    """Returns what the header of a weight file says of the model, as `vit_tpu.load_weights` reads it."""
+    import json
+
+    from vit_tpu.weights import fit, io
+
+    settings = io._plain_settings(fit.settings_of(model))
+    return {"format": "pt", "vit_tpu": json.dumps({"settings": settings, "config": {}})}
 
 
-def restore(model: Any, path: str | os.PathLike[str]) -> None:
+def newest(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Any]] | None:
+    """Returns the newest checkpoint under a `checkpoints` folder that is whole, with its manifest, or None."""
+    return checkpoints.newest(os.fspath(folder))
+
+
+def restore(
+    model: Any, path: str | os.PathLike[str], manifest: Mapping[str, Any] | None = None, *, change: bool = False
+) -> list[str]:
     """Fills a compiled model from a checkpoint; every variable and every array must have its partner.
 
+    The loss scale alone may appear or go: it belongs to the precision, which may change between two parts of a run.
+
+    Args:
+      model: compiled.
+      path: of the checkpoint; verify it first.
+      manifest: if it has been read already.
+      change: the moving average may appear (it starts as the weights) or go, too.
+
+    Returns:
+      Sentences on what was not there or not used.
+
     Raises:
-      UserError: names or shapes differ; nothing has been changed then.
+      UserError: names, shapes or dtypes differ; nothing has been changed then.
     """
-    manifest = json.loads((pathlib.Path(path) / "manifest.json").read_text())
-    if manifest.get("format") != FORMAT:
+    root = os.fspath(path)
+    manifest = checkpoints.read_manifest(root) if manifest is None else manifest
+    if manifest.get("format") != checkpoints.FORMAT:
         raise UserError(
-            f"checkpoint {path} has format {manifest.get('format')}, this version reads {FORMAT}: use "
-            "init_from for its weights"
+            f"checkpoint {root} has format {manifest.get('format')}, this version reads {checkpoints.FORMAT}: "
+            f"--init_from={root} takes its weights into a new run"
         )
-    variables, stored = variables_of(model), manifest["arrays"]
+    variables, stored = variables_of(model), dict(manifest["arrays"])
+    notes = _optional(variables, stored, change)
+    _match(root, variables, stored)
+    for name, array, dtype in checkpoints.read(root, manifest):
+        if name in stored:
+            variables[name].assign(array.view(tf.bfloat16.as_numpy_dtype) if dtype == "bfloat16" else array)
+    if model.averages is not None and "ema/updates" not in stored:
+        for parameter, average in zip(model.trained, model.averages.averages):
+            average.assign(tf.convert_to_tensor(parameter.variable))
+    return notes
+
+
+def _optional(variables: dict[str, tf.Variable], stored: dict[str, Any], change: bool) -> list[str]:
+    """Takes groups that only one side has out of both, and says so."""
+    notes = []
+    for group, made, dropped in (
+        (
+            "loss_scale/",
+            "the checkpoint has no loss scale: it starts at its initial value",
+            "the loss scale is dropped",
+        ),
+        ("ema/", "the checkpoint has no moving average: it starts as the weights", "the moving average is dropped"),
+    ):
+        here = [name for name in variables if name.startswith(group)]
+        there = [name for name in stored if name.startswith(group)]
+        if bool(here) == bool(there) or (group == "ema/" and not change):
+            continue
+        for name in here:
+            del variables[name]
+        for name in there:
+            del stored[name]
+        notes.append(made if here else f"{dropped}: this run has none")
+    return notes
+
+
+def _match(path: str, variables: Mapping[str, tf.Variable], stored: Mapping[str, Any]) -> None:
     missing, extra = sorted(variables.keys() - stored.keys()), sorted(stored.keys() - variables.keys())
     if missing or extra:
         example = missing[0] if missing else extra[0]
         others = extra if missing else list(variables)
         raise UserError(
-            f"checkpoint {path} does not fit: {len(missing)} variables of the model are not in it, "
-            f"{len(extra)} of its arrays are not in "
-            f"the model; for example {example}{nearest(example, others)}. Start with the configuration "
-            "it was written with"
+            f"checkpoint {path} does not fit: {len(missing)} of the model's {len(variables)} variables are not in it"
+            f"{_some(missing)}, {len(extra)} of its {len(stored)} arrays are not in the model{_some(extra)}; "
+            f"for example {example}{nearest(example, others)}. Start with the configuration it was written with, or "
+            f"take its weights alone with --init_from={path}"
         )
-    wrong = [name for name, variable in variables.items() if list(variable.shape) != stored[name][0]]
-    if wrong:
-        name = wrong[0]
-        raise UserError(
-            f"checkpoint {path} does not fit: {name} is {stored[name][0]} there and {list(variables[name].shape)} here"
-        )
-    with np.load(pathlib.Path(path) / "state.npz") as arrays:
-        for name, variable in variables.items():
-            variable.assign(_from_storage(arrays[name], stored[name][1]))
+    for name, variable in variables.items():
+        shape, dtype = stored[name]
+        if list(variable.shape) != shape or variable.dtype.base_dtype.name != dtype:
+            raise UserError(
+                f"checkpoint {path} does not fit: {name} is {dtype} {shape} there and "
+                f"{variable.dtype.base_dtype.name} {list(variable.shape)} here. Start with the configuration it was "
+                f"written with, or take its weights alone with --init_from={path}"
+            )
 
 
-def _to_storage(variable: tf.Variable) -> tuple[np.ndarray, str]:
-    """NumPy files know no bfloat16, so its bits are stored as uint16."""
-    value = tf.convert_to_tensor(variable)
-    array = value.numpy()
-    return (array.view(np.uint16), "bfloat16") if value.dtype == tf.bfloat16 else (array, value.dtype.name)
-
-
-def _from_storage(array: np.ndarray, dtype: str) -> np.ndarray:
-    return array.view(tf.bfloat16.as_numpy_dtype) if dtype == "bfloat16" else array
-
-
-def _complete(root: pathlib.Path) -> list[pathlib.Path]:
-    """Checkpoint folders, the newest first."""
-    found = [path for path in root.glob("[0-9]*") if path.is_dir() and path.name.isdigit()] if root.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name), reverse=True)
-
-
-def _sha256(path: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(path: pathlib.Path) -> None:
-    with contextlib.suppress(OSError):  # some file systems cannot
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _some(names: list[str]) -> str:
+    return f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""

@@ -6,6 +6,7 @@ import dataclasses
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from vit_tpu.data.source import Source
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import decay
 from vit_tpu.settings import Config
-from vit_tpu.training import callbacks, display, inputs, peak, schedule
+from vit_tpu.training import display, inputs, peak, schedule
+from vit_tpu.training.callbacks import Evaluator
+from vit_tpu.training.logger import Logger
 from vit_tpu.training.workdir import Workdir
 
 
@@ -34,6 +37,10 @@ class Summary:
       images_per_second: training only, without compilation.
       mfu: share of the devices' peak that the model's FLOPs use, or None; peak says what it was compared with.
       compilations: how often the training step was traced and compiled.
+      rollbacks: how often the run went back because of a loss that was not finite, passing over the data.
+      micro_steps: forward and backward passes, accumulation_steps of them a step.
+      stop_seconds: from the signal to everything saved, if the run was interrupted.
+      checkpoint: the folder of the last state.
     """
 
     status: str
@@ -54,11 +61,21 @@ class Summary:
     devices: str
     precision: str
     compilations: int
+    rollbacks: int = 0
+    micro_steps: int = 0
+    stop_seconds: float | None = None
+    checkpoint: str | None = None
+
+
+def read(values: Mapping[str, Any]) -> Summary:
+    """Returns the summary that a summary.json holds; what another version wrote beside it is left out."""
+    names = {field.name for field in dataclasses.fields(Summary)}
+    return Summary(**{name: value for name, value in values.items() if name in names})
 
 
 def opening(
     config: Config, here: devices.Devices, model: ViT, train: Source, validation: Source, plan: schedule.Plan,
-    folder: Workdir, start: int,
+    folder: Workdir, start: int, notes: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """Returns the start-up summary: what will run, on what, for how long, and how each parameter is treated."""
     t, v = config.training, model.variant
@@ -99,7 +116,11 @@ def opening(
             f"{plan.total_steps:,} steps of {batch}, {plan.total_steps / plan.steps_per_epoch:,.1f} epochs; "
             f"{plan.steps_per_execution} steps per execution",
         ),
-        ("rhythm", f"log every {plan.log_every:,}, evaluate every {plan.evaluate_every:,} steps"),
+        (
+            "rhythm",
+            f"log every {plan.log_every:,}, evaluate every {plan.evaluate_every:,} steps; {_saving(plan)}; a stop "
+            f"waits for one execution ({plan.steps_per_execution:,} steps) at most",
+        ),
         (
             "optimizer",
             f"{config.optimizer.name}, peak learning rate {config.optimizer.learning_rate:g}, "
@@ -118,7 +139,16 @@ def opening(
     ]
     if plan.changed:
         rows.append(("changed", "\n".join(plan.changed)))
+    if notes:
+        rows.insert(1, ("continued", "\n".join(notes)))
     return "vit_tpu run\n" + display.table(rows)
+
+
+def _saving(plan: schedule.Plan) -> str:
+    every = f"every {plan.checkpoint_every:,} steps, " if plan.checkpoint_every < plan.total_steps else ""
+    keep, best = plan.keep, "at the best validation and " if plan.keep.best else ""
+    often = f" and every {keep.every:,} steps'" if keep.every else ""
+    return f"save {every}{best}at the end (the newest {keep.last}{often} stay)"
 
 
 def versions() -> dict[str, str]:
@@ -132,8 +162,8 @@ def versions() -> dict[str, str]:
 
 
 def summarise(
-    config: Config, here: devices.Devices, model: ViT, folder: Workdir, logger: callbacks.Logger,
-    evaluator: callbacks.Evaluator, interrupted: bool, began: float,
+    config: Config, here: devices.Devices, model: ViT, folder: Workdir, logger: Logger,
+    evaluator: Evaluator, interrupted: bool, began: float,
     top: float | None, where: str,
 ) -> Summary:  # fmt: skip
     """Returns the facts of a finished or interrupted run."""
@@ -193,11 +223,20 @@ def ending(summary: Summary) -> str:
             f"{summary.compilations} compilation(s) of the step",
         )
     )
+    if summary.rollbacks:
+        rows.append(("rollbacks", f"{summary.rollbacks}: the loss was not finite, and some data were passed over"))
     rows.append(("folder", summary.workdir))
     if summary.status == "done":
         rows.append(
             ("look at", f"{summary.workdir}/plots/learning_curves.png\ntensorboard --logdir {summary.workdir}/logs")
         )
     else:
-        rows.append(("continue", "run the same command again: it goes on where it stopped"))
+        served = f" {summary.stop_seconds:.1f} s after the signal" if summary.stop_seconds is not None else ""
+        saved = f"; all is saved in {summary.checkpoint}" if summary.checkpoint else ""
+        rows.append(
+            (
+                "continue",
+                f"stopped{served}{saved}; the same command goes on there (with --workdir={summary.workdir})",
+            )
+        )
     return f"{summary.status}\n" + display.table(rows)

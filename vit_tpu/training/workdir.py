@@ -1,49 +1,40 @@
-"""The folder of a run: where it is, whose it is, and what is continued from it."""
+"""The folder of a run: where it is, whose it is, and what lies in it."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
-import pathlib
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from vit_tpu import config as configs
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
-from vit_tpu.training import state
+from vit_tpu.training import checkpoints, resume, storage
 
-# What may differ between the parts of one run: nothing here changes the mathematics of a step already taken.
-FREE = (
-    "workdir",
-    "training.epochs",
-    "training.steps",
-    "training.log_every",
-    "training.evaluate_every",
-    "training.checkpoint_every",
-    "training.steps_per_execution",
-    "training.jit",
-    "training.profile",
-    "training.max_skipped",
-    "training.evaluate_ema",
-    "strategy",
-    "tpu",
-    "data.max_broken",
-)
+# Two runs of one config may differ in these and still be the same run to continue.
+_HOW = ("workdir", "resume", "allow_config_change", "training.on_nonfinite", "training.max_rollbacks")
 
 
 class Workdir:
-    """Paths of a run's folder.
+    """Paths of a run's folder, on a local disk or in a store such as gs://.
 
     Attributes:
-      path: the folder. checkpoints: its checkpoint folder.
+      path: the folder. checkpoints: its checkpoint folder. weights: its folder of weights alone.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = pathlib.Path(path)
-        self.checkpoints = self.path / "checkpoints"
+        self.path = os.fspath(path).rstrip("/") or "/"
+        self.checkpoints = storage.join(self.path, "checkpoints")
+        self.weights = storage.join(self.path, "weights")
+        self.lock: Any = None
+        self.owner = f"process {os.getpid()} on {socket.gethostname()}"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str] | None, config: Config) -> Workdir:
@@ -54,93 +45,128 @@ class Workdir:
           UserError: it holds something else, or a run with another configuration.
         """
         folder = cls(path) if path is not None else cls._unfinished_or_free(f"runs/{config.data.source}", config)
-        if folder.path.exists():
+        if storage.exists(folder.path):
             folder._check_same_run(config)
+            if storage.is_local(folder.path):
+                with contextlib.suppress(OSError):  # a folder that cannot be written to is a matter for `make`
+                    folder._take()
         return folder
 
     @classmethod
     def _unfinished_or_free(cls, base: str, config: Config) -> Workdir:
         number, folder = 1, cls(base)
-        while folder.path.exists():
-            if (
-                folder.interrupted()
-                and configs.differences(configs.load_config(folder.path / "config.yaml"), config) == []
-            ):
+        while storage.exists(folder.path):
+            if config.resume == "auto" and folder.unfinished(config):
                 return folder
             number += 1
             folder = cls(f"{base}-{number}")
         return folder
 
-    def interrupted(self) -> bool:
-        """Whether the folder holds a run that was stopped and can go on."""
-        return self.summary().get("status") == "interrupted"
+    def unfinished(self, config: Config) -> bool:
+        """Whether the folder holds a run of this config that was interrupted or killed, and nobody is at work in it."""
+        written = self.file("config.yaml")
+        if written is None or self.summary().get("status") == "done" or self._in_use():
+            return False
+        before = configs.from_dict(resume.known(yaml.safe_load(written)), self.path)
+        return all(line.split(":")[0] in _HOW for line in configs.differences(before, config))
+
+    def path_of(self, name: str) -> str:
+        return storage.join(self.path, name)
+
+    def file(self, name: str) -> str | None:
+        """Returns the text of a file in the folder, or None."""
+        path = self.path_of(name)
+        return storage.read_text(path) if storage.exists(path) else None
 
     def summary(self) -> dict[str, Any]:
         """Returns what summary.json says, or nothing."""
-        written = self.path / "summary.json"
-        return json.loads(written.read_text()) if written.exists() else {}
+        return json.loads(self.file("summary.json") or "{}")
 
     def make(self, config: Config) -> None:
-        """Makes the folder, locks it for this run and writes the config into it.
+        """Makes the folder, takes it for this run, clears what a killed run left half-written, writes the config.
 
         Raises:
           UserError: it cannot be made or written to, or another run is at work in it.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            storage.make_folder(self.path)
+            self._take()
             self._write("config.yaml", configs.to_yaml(config))
-        except OSError as error:
+            for name in storage.leftovers(self.path) if storage.is_local(self.path) else ():
+                storage.remove(self.path_of(name))
+            left = checkpoints.sweep(self.checkpoints) + checkpoints.sweep(self.weights)
+        except storage.FAILURES as error:
             raise UserError(
-                f"workdir {self.path} cannot be written to ({error.strerror}): choose another with --workdir"
+                f"workdir {self.path} cannot be written to ({storage.reason(error)}): choose another with --workdir"
             ) from None
+        if left:
+            print(f"{self.path}: removed {left} unfinished checkpoint(s) of a run that was killed", flush=True)
 
-    def _lock(self) -> None:
-        self.lock = open(self.path / ".lock", "a+")  # noqa: SIM115  (held until the run ends; the system frees it if we die)
+    def _take(self) -> None:
+        if not storage.is_local(self.path):
+            # No locks there: the last one who came has the folder, and the one before notices when it saves.
+            self.owner += f" ({secrets.token_hex(4)})"
+            self._write(".owner", self.owner)
+            return
+        if self.lock is not None:
+            return
+        lock = open(self.path_of(".lock"), "a+")  # noqa: SIM115  (held until the run ends; the system frees it if we die)
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.lock.seek(0)
-            owner = self.lock.read().strip() or "another process"
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
             raise UserError(f"workdir {self.path} is in use by {owner}: wait for it, or choose another") from None
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.lock.flush()
+        lock.truncate(0)
+        lock.write(self.owner)
+        lock.flush()
+        self.lock = lock
+
+    def _in_use(self) -> bool:
+        path = self.path_of(".lock")
+        if not storage.is_local(path) or not os.path.exists(path):
+            return False
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def still_ours(self) -> None:
+        """Raises UserError if another run has taken a folder in a store meanwhile; a local one cannot be taken."""
+        if storage.is_local(self.path):
+            return
+        now = self.file(".owner")
+        if now != self.owner:
+            raise UserError(
+                f"workdir {self.path} was taken over by {now or 'somebody who removed .owner'}: this run stops so that "
+                "the two do not mix; choose another workdir for one of them"
+            )
 
     def release(self) -> None:
         """Lets other runs use the folder."""
-        self.lock.close()
-        (self.path / ".lock").unlink(missing_ok=True)
+        if self.lock is not None:
+            # The file stays: removing it could take the lock from under a run that has just opened it.
+            self.lock.truncate(0)
+            self.lock.close()
+            self.lock = None
 
     def _check_same_run(self, config: Config) -> None:
-        written = self.path / "config.yaml"
-        if not self.path.is_dir():
+        if not storage.is_folder(self.path):
             raise UserError(f"workdir {self.path} is a file: choose a folder")
-        if not written.exists():
-            if any(self.path.iterdir()):
+        written = self.file("config.yaml")
+        if written is None:
+            if any(name not in (".lock", ".owner") for name in storage.names(self.path)):
                 raise UserError(f"workdir {self.path} holds files that are not a run's: choose an empty or new folder")
             return
-        before = configs.load_config(written)
-        changed = [line for line in configs.differences(before, config) if line.split(":")[0] not in FREE]
-        if changed:
-            raise UserError(
-                f"workdir {self.path} belongs to a run with another configuration "
-                f"({'; '.join(changed[:4])}): choose another workdir"
-            )
-
-    def resume(self, model: Any) -> int:
-        """Fills the model from the newest whole checkpoint, if there is one; returns the steps it has taken."""
-        found = state.newest(self.checkpoints)
-        if found is None:
-            return 0
-        path, manifest = found
-        state.restore(model, path)
-        return int(manifest["step"])
+        before = yaml.safe_load(written)
+        if isinstance(before, Mapping) and checkpoints.steps(self.checkpoints):
+            resume.compare(before, config, self.path)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
         self._write(name, json.dumps(values, indent=1) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+        storage.write_text(self.path_of(name), text)
