@@ -15,6 +15,7 @@ def exact(kind, logits, rows, smoothing=0.0):
     """The same losses in float64 numpy, from rows of labels."""
     x, y = np.asarray(logits, np.float64), np.asarray(rows, np.float64)
     if kind is losses.SoftmaxCrossEntropy:
+        y = y / y.sum(-1, keepdims=True)
         y = (1 - smoothing) * y + smoothing / x.shape[-1]
         top = x.max(-1, keepdims=True)
         log_p = x - top - np.log(np.exp(x - top).sum(-1, keepdims=True))

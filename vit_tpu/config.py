@@ -105,11 +105,11 @@ def validate(config: Config) -> Config:
         raise UserError(f"a Config is needed, not {type(config).__name__}: vit_tpu.load_config(path) makes one")
     precision.check(config.precision)
     for key, choices in CHOICES.items():
-        value = _get(config, key)
+        value = get(config, key)
         if value not in choices:
             raise UserError(f'{key} is "{value}"{nearest(str(value), choices)}; choose one of {", ".join(choices)}')
     for key, (low, high) in RANGES.items():
-        value = _get(config, key)
+        value = get(config, key)
         if value is not None and not low <= value <= high:
             raise UserError(f"{key} is {value}: give a number from {low:g} to {high:g}")
     _check_image_size(config)
@@ -148,10 +148,6 @@ def validate(config: Config) -> Config:
         raise UserError(f"data.channels is {config.data.channels}: give 1 (grey) or 3 (colour)")
     _check_source(config)
     _check_variation(config)
-    if t.check_numerics and t.jit:
-        raise UserError(
-            "training.check_numerics stops at the operation that fails, which XLA cannot: leave training.jit out"
-        )
     if t.profile is not None and not 0 < t.profile[0] <= t.profile[1]:
         raise UserError(f"training.profile is {t.profile}: give the first and last step of the window, such as 10,20")
     return config
@@ -243,10 +239,11 @@ def all_keys() -> list[str]:
 
 def differences(old: Config, new: Config) -> list[str]:
     """Returns "key: old -> new" for every key in which two configs differ."""
-    return [f"{k}: {_get(old, k)} -> {_get(new, k)}" for k in all_keys() if _get(old, k) != _get(new, k)]
+    return [f"{k}: {get(old, k)} -> {get(new, k)}" for k in all_keys() if get(old, k) != get(new, k)]
 
 
-def _get(config: Config, key: str) -> Any:
+def get(config: Config, key: str) -> Any:
+    """Returns the value at a dotted key."""
     section, _, name = key.rpartition(".")
     return getattr(getattr(config, section) if section else config, name)
 

@@ -36,7 +36,7 @@ class LogitsLoss(keras.losses.Loss):
 
 @keras.utils.register_keras_serializable(package="vit_tpu")
 class SoftmaxCrossEntropy(LogitsLoss):
-    """-sum_c y_c log softmax(logits)_c; rows that do not sum to 1 are taken as they are, as big_vision does.
+    """-sum_c y_c log softmax(logits)_c, with rows of labels scaled to sum to 1, so that an image with several labels weighs as one with one.
 
     Args:
       label_smoothing: s moves the target to (1 - s) y + s / C.
@@ -47,10 +47,11 @@ class SoftmaxCrossEntropy(LogitsLoss):
         smoothing = self.label_smoothing
         log_sum = tf.reduce_logsumexp(logits, axis=-1)
         if _are_indices(y_true, logits):
-            loss = log_sum - pick(logits, y_true)
+            picked = pick(logits, y_true)
         else:
             rows = tf.cast(y_true, tf.float32)
-            loss = tf.reduce_sum(rows, -1) * log_sum - tf.reduce_sum(rows * logits, -1)
+            picked = tf.math.divide_no_nan(tf.reduce_sum(rows * logits, -1), tf.reduce_sum(rows, -1))
+        loss = log_sum - picked
         if smoothing:
             loss = (1.0 - smoothing) * loss + smoothing * (log_sum - tf.reduce_mean(logits, -1))
         return loss

@@ -145,6 +145,7 @@ class Training:
     seed: int = 0
     deterministic: bool = False
     check_numerics: bool = False
+    board: str = "scalars"  # scalars | full: histograms and pictures in TensorBoard, too
     profile: tuple[int, int] | None = None  # first and last step of a profiler window
 
 
@@ -216,5 +217,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_scale.mode": ("auto", "off", "fixed", "dynamic"),
     "training.loss": ("softmax", "sigmoid"),
     "training.on_nonfinite": ("stop", "rollback"),
+    "training.board": ("scalars", "full"),
     "strategy": ("auto", "cpu", "gpu", "mirrored", "tpu"),
 }

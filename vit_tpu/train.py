@@ -70,7 +70,8 @@ def _define(flags: Any, values: Any) -> None:
         "jit", None, "compile the step with XLA; default: on for GPUs (training.jit)", flag_values=values
     )
     flags.DEFINE_boolean(
-        "check_numerics", False, "stop at the operation that gives a NaN (training.check_numerics)", flag_values=values
+        "check_numerics", False, "stop at the first NaN and say where it is from (training.check_numerics)",
+        flag_values=values,
     )
     flags.DEFINE_boolean(
         "deterministic", False, "the same bits in every run (training.deterministic)", flag_values=values

@@ -38,8 +38,11 @@ def build_model(
         loss = losses.LOSSES[t.loss](label_smoothing=t.label_smoothing)
         model.compile(
             build_optimizer(config, plan), loss, ["accuracy"], grad_clip_norm=t.grad_clip_norm,
-            accumulation_steps=t.accumulation_steps, ema=averaging(config, plan), steps_per_execution=plan.steps_per_execution,
-            jit_compile=False if t.check_numerics else t.jit, seed=t.seed, freeze=config.optimizer.freeze,
+            accumulation_steps=t.accumulation_steps, ema=averaging(config, plan),
+            steps_per_execution=plan.steps_per_execution,
+            # TensorFlow's own check of every operation cannot be compiled; with jit the step's own check has to do.
+            jit_compile=t.jit if t.jit or not t.check_numerics else False, check_numerics=t.check_numerics,
+            seed=t.seed, freeze=config.optimizer.freeze,
             layer_decay=config.optimizer.layer_decay, max_skipped=t.max_skipped,
         )  # fmt: skip
     return model

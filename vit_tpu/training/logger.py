@@ -154,6 +154,10 @@ class Logger(StepCallback):
             storage.write_text(self.lines, "".join(line + "\n" for line in kept))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self.open()
+
+    def open(self) -> None:
+        """Makes the folder and the TensorBoard writers, once."""
         storage.make_folder(self.workdir)
         for name in ("train", "validation"):
             if name not in self.writers:

@@ -21,6 +21,7 @@ FREE = (
     "training.keep_every", "training.keep_best", "training.save_weights", "training.on_nonfinite",
     "training.max_rollbacks", "training.steps_per_execution", "training.jit", "training.profile",
     "training.max_skipped", "training.deterministic", "training.check_numerics",
+    "training.board",
 )  # fmt: skip
 # What decides which variables there are: a checkpoint has no place for other ones.
 SHAPE = (

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu import config as configs
 from vit_tpu import devices
+from vit_tpu.data import samples
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
@@ -22,11 +24,13 @@ from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.models.vit import ViT
 from vit_tpu.settings import Config
 from vit_tpu.training import (
+    board,
     build,
     callbacks,
     checkpoints,
     display,
     estimate,
+    failure,
     inputs,
     peak,
     plots,
@@ -116,6 +120,9 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
         start=start.step, progress=progress, examples_per_epoch=train.num_examples, metrics=metrics,
     )  # fmt: skip
     logger.forget_after(start.step)
+    logger.open()
+    facts = {key: configs.get(config, key) for key in configs.all_keys()}
+    board.hyperparameters(logger.writers["train"], facts, configs.to_yaml(config))
     evaluator = callbacks.Evaluator(
         inputs.eval_data(config, validation, valid_broken), plan.evaluate_every, logger, start=start.step,
         averaged=config.training.evaluate_ema, check=valid_broken.check, stop=stop, metrics=metrics,
@@ -128,8 +135,11 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     at = rollback.Position(start, batch, config, train.num_examples, train.class_names)
     saver.extra = lambda step: at.manifest(step, model, logger, evaluator, here.replicas)
     watchers = [logger, evaluator, saver, stop, *([window] if window else [])]
+    if config.training.board == "full":
+        watchers.insert(2, board.Board(logger, plan.evaluate_every, _samples(config, validation),
+                                       total_steps=plan.total_steps, start=start.step))  # fmt: skip
     try:
-        with _numerics_checked(config.training.check_numerics):
+        with _numerics_checked(config.training.check_numerics and not config.training.jit):
             while not stop.requested:
                 data = inputs.train_data(config, train, at.batch, broken)
                 steps = plan.total_steps - at.start.step
@@ -137,6 +147,7 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
                     model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=watchers)
                     break
                 except NonFiniteError as error:
+                    progress.say(_where(folder, config, model, train, at, here.replicas))
                     rollback.after(error, at, model, saver, logger, evaluator, watchers)  # or raises
     except KeyboardInterrupt:
         with contextlib.suppress(Exception):
@@ -162,6 +173,7 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
         result, rollbacks=at.start.rollbacks, micro_steps=at.micro_steps(result.steps),
         stop_seconds=served if interrupted else None,
         checkpoint=checkpoints.folder_of(folder.checkpoints, result.steps) if result.steps else None,
+        unreadable=dict(broken.reasons),
     )  # fmt: skip
     folder.write_json("summary.json", dataclasses.asdict(result))
     if result.status == "done":
@@ -186,6 +198,26 @@ def _local(folder: Workdir) -> Iterator[str]:
                 drawn = source.read()
             with storage.writing(storage.join(folder.path, "plots", name)) as target:
                 target.write(drawn)
+
+
+def _where(
+    folder: Workdir, config: Config, model: ViT, train: Source, at: rollback.Position, replicas: int
+) -> str:
+    """Keeps the batch of the step that was not finite and returns what can be said of it."""
+    counters = model.counters.values()
+    bad = counters["bad_step"] or counters["steps"]
+    return failure.look(folder.path, config, model, train, at.batch + bad - 1 - at.start.step, bad, replicas)
+
+
+def _samples(config: Config, validation: Source) -> board.Samples | None:
+    """Validation examples for TensorBoard's pictures and projector; a thousand are enough to see structure."""
+    if validation.labels.ndim != 1:
+        return None
+    found = samples.sample_images(
+        validation, 1000, image_size=config.model.image_size, channels=inputs.channels(config, validation),
+        crop="central" if config.data.crop == "inception" else "resize",
+    )  # fmt: skip
+    return board.Samples(np.asarray(found["image"]), np.asarray(found["label"]), validation.class_names)
 
 
 def _draw(config: Config, model: ViT, validation: Source, folder: str) -> None:

@@ -41,6 +41,7 @@ class Summary:
       micro_steps: forward and backward passes, accumulation_steps of them a step.
       stop_seconds: from the signal to everything saved, if the run was interrupted.
       checkpoint: the folder of the last state.
+      unreadable: training records that were skipped, and why.
     """
 
     status: str
@@ -65,6 +66,7 @@ class Summary:
     micro_steps: int = 0
     stop_seconds: float | None = None
     checkpoint: str | None = None
+    unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def read(values: Mapping[str, Any]) -> Summary:
@@ -97,7 +99,7 @@ def opening(
         (
             "precision",
             f"{config.precision}, loss scale {'off' if scale is None else f'{float(scale):g}'}, XLA {jit}"
-            + (", every operation checked for NaN (slow)" if t.check_numerics else ""),
+            + _numerics(t.check_numerics, bool(t.jit)),
         ),
         ("data", inputs.describe(train, "train") + "\n" + inputs.describe(validation, "validation")),
         (
@@ -149,6 +151,12 @@ def _saving(plan: schedule.Plan) -> str:
     keep, best = plan.keep, "at the best validation and " if plan.keep.best else ""
     often = f" and every {keep.every:,} steps'" if keep.every else ""
     return f"save {every}{best}at the end (the newest {keep.last}{often} stay)"
+
+
+def _numerics(wanted: bool, jit: bool) -> str:
+    if not wanted:
+        return ""
+    return ", stops at the first gradient that is not finite" if jit else ", every operation checked for NaN (slow)"
 
 
 def versions() -> dict[str, str]:
@@ -225,6 +233,10 @@ def ending(summary: Summary) -> str:
     )
     if summary.rollbacks:
         rows.append(("rollbacks", f"{summary.rollbacks}: the loss was not finite, and some data were passed over"))
+    if summary.unreadable:
+        shown = [f"{record} ({why})" for record, why in list(summary.unreadable.items())[:20]]
+        left = [f"and {len(summary.unreadable) - 20} more, see summary.json"] if len(summary.unreadable) > 20 else []
+        rows.append(("unreadable", "\n".join([*shown, *left])))
     rows.append(("folder", summary.workdir))
     if summary.status == "done":
         rows.append(
