@@ -163,7 +163,8 @@ def main() -> None:
         rows[name] = {"memory": memory.parts, "total": memory.total, "cycles": cycles and dataclasses.asdict(cycles)}
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(rows, file, indent=1)
+            where = {"model": args.model, "depth": shape.depth, "batch": args.batch, "chip": args.chip}
+            json.dump({**where, "libtpu": compiler.version(), "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

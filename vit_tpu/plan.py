@@ -46,30 +46,25 @@ def main(arguments: list[str] | None = None) -> int:
     return execute(_define, _run, __doc__, arguments)
 
 
+FLAGS: list[tuple[str, str, Any, str]] = [
+    ("string", "config", None, "YAML file of an experiment; none for S/16, 224 pixels, 1000 classes, mixed_bfloat16"),
+    ("multi_string", "set", [], "key=value for any key of the config"),
+    *(("string", name, None, f"{text} ({key})") for name, (key, text) in SHORTCUTS.items()),
+    ("string", "chip", "v3", "v2, v3 (default), v4, v5e, v5p, v6e or v7x; several with commas"),
+    ("integer", "cores", 1, "cores that train together; gradients are summed over them"),
+    ("string", "batch_per_core", None, "images a step on each core, or auto; default training.batch_size / cores"),
+    ("multi_string", "compare", [], "key=a,b,c: one table over the values; of several keys, over every combination"),
+    ("boolean", "cycles", False, "also the compiler's estimate of a step's time (minutes)"),
+    ("boolean", "advice", False, "if it does not fit, try changes until it does"),
+    ("string", "json", None, "also write everything to this file"),
+    ("string", "png", None, "also draw the bars to this file"),
+    ("float", "limit", 1800.0, "seconds after which a compilation is ended"),
+]
+
+
 def _define(flags: Any, values: Any) -> None:
-    flags.DEFINE_string(
-        "config",
-        None,
-        "YAML file of an experiment; none for S/16, 224 pixels, 1000 classes, mixed_bfloat16",
-        flag_values=values,
-    )
-    flags.DEFINE_multi_string("set", [], "key=value for any key of the config; may be repeated", flag_values=values)
-    for name, (key, text) in SHORTCUTS.items():
-        flags.DEFINE_string(name, None, f"{text} ({key})", flag_values=values)
-    flags.DEFINE_string("chip", "v3", "v2, v3, v4, v5e, v5p, v6e or v7x; several with commas", flag_values=values)
-    flags.DEFINE_integer("cores", 1, "cores that train together; gradients are summed over them", flag_values=values)
-    flags.DEFINE_string(
-        "batch_per_core",
-        None,
-        "images a step on each core, or auto; default training.batch_size / cores",
-        flag_values=values,
-    )
-    flags.DEFINE_multi_string("compare", [], "key=a,b,c: a table over the values; may be repeated", flag_values=values)
-    flags.DEFINE_boolean("cycles", False, "also the compiler's estimate of a step's time (minutes)", flag_values=values)
-    flags.DEFINE_boolean("advice", False, "if it does not fit, try changes until it does", flag_values=values)
-    flags.DEFINE_string("json", None, "also write everything to this file", flag_values=values)
-    flags.DEFINE_string("png", None, "also draw the bars to this file", flag_values=values)
-    flags.DEFINE_float("limit", 1800.0, "seconds after which a compilation is ended", flag_values=values)
+    for kind, name, default, text in FLAGS:
+        getattr(flags, f"DEFINE_{kind}")(name, default, text, flag_values=values)
 
 
 def variations(texts: list[str]) -> list[list[str]]:
@@ -110,12 +105,25 @@ def _config(path: str | None, overrides: list[str]) -> Any:
     return configs.validate(config)
 
 
+def _check_files(values: Any) -> None:
+    """Refuses, before the minutes of compiling, files that could not be written after them."""
+    import os
+
+    from vit_tpu.errors import UserError
+
+    for name in ("json", "png"):
+        path = values[name].value
+        folder = os.path.dirname(path or "") or "."
+        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
+            raise UserError(f'--{name} "{path}" cannot be written: name a file in a folder that exists')
+
+
 def _run(values: Any) -> int:
     import json
 
-    from vit_tpu.tpu import show, topologies
+    from vit_tpu.errors import UserError
+    from vit_tpu.tpu import planner, show, topologies
     from vit_tpu.tpu.compiler import CompilerError
-    from vit_tpu.tpu.planner import make_plans
 
     chips = [topologies.chip(name.strip()).name for name in values.chip.split(",")]
     given = [
@@ -125,26 +133,23 @@ def _run(values: Any) -> int:
     combinations = variations(values.compare)
     # Every combination is checked before the first is compiled.
     configs = [_config(values.config, [*given, *settings]) for settings in combinations]
-    plans, labels = [], []
     several = len(configs) * len(chips) > 1
+    if values.advice and several:
+        raise UserError("--advice is for one plan: leave --compare and further chips away")
+    if values.limit <= 0:
+        raise UserError(f"--limit={values.limit:g} leaves no time: give seconds, 1800 by default")
+    _check_files(values)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    options = planner.Options(values.cycles, values.advice, values.limit, say=say)
+    plans, labels = [], []
     try:
         for settings, config in zip(combinations, configs):
             if settings:
                 say(f"planning {', '.join(settings)}")
-            plans += make_plans(
-                config,
-                chips,
-                values.cores,
-                values.batch_per_core,
-                cycles=values.cycles,
-                advice=values.advice and not several,
-                limit=values.limit,
-                say=say,
-            )
+            plans += planner.make_plans(config, chips, values.cores, values.batch_per_core, options)
             labels += [[*settings, *([chip] if len(chips) > 1 or not settings else [])] for chip in chips]
     except CompilerError as error:
         print(f"failed: {error}", file=sys.stderr)

@@ -21,14 +21,14 @@ def main(folder):
     os.environ.update(XLA_FLAGS=flags, TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="-1")
     import tensorflow as tf
 
-    from vit_tpu.layers import remat
+    from vit_tpu.layers import target
     from vit_tpu.models.vit import ViT
 
     sizes = {}
-    barrier = remat.barrier
+    barrier = target.barrier
     size = {"width": 16, "depth": 4, "mlp_dim": 64, "num_heads": 2, "image_size": 64, "num_classes": 10}
     for mode, options in MODES.items():
-        remat.barrier = list if mode == "no_barrier" else barrier
+        target.barrier = list if mode == "no_barrier" else barrier
         model = ViT("Ti/4", pool="gap", **size, **options)
         variables = [p.variable for p in model.parameters()]
 

@@ -1,5 +1,6 @@
 """What runs in which dtype under each policy, read from the traced model; and that a wrong island would be seen."""
 
+import contextlib
 import re
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from vit_tpu import losses, metrics, precision
-from vit_tpu.layers import attention, base, mlp, norm
+from vit_tpu.layers import attention, base, mlp, norm, target, tpu_attention
 from vit_tpu.models.vit import ViT
 
 SETTINGS = {"width": 16, "depth": 2, "mlp_dim": 40, "num_heads": 2, "image_size": 12, "num_classes": 7}
@@ -38,32 +39,40 @@ def dtypes(found, pattern, types):
     return set(chosen)
 
 
+WHERE = {"here": contextlib.nullcontext, "tpu": target.tpu}
 PRODUCTS = ("MatMul", "BatchMatMulV2", "Einsum")
 STATISTICS = ("Mean", "Sum", "Rsqrt", "Square", "SquaredDifference", "Sub", "Mul", "AddV2")
 
 
+@pytest.mark.parametrize("where", list(WHERE))
 @pytest.mark.parametrize("policy", list(HALF))
 @pytest.mark.parametrize("pool", ["map", "gap", "tok"])
-def test_each_part_runs_in_its_dtype(policy, pool):
+def test_each_part_runs_in_its_dtype(policy, pool, where):
     half = {HALF[policy]}
-    found = list(operations(vit(policy, pool, dropout=0.1, drop_path=0.1, layer_scale=0.1), training=True))
+    with WHERE[where]():
+        found = list(operations(vit(policy, pool, dropout=0.1, drop_path=0.1, layer_scale=0.1), training=True))
     block = r"blocks/\d"
     # The policy's dtype: stem, projections, MLP, residual stream.
     assert dtypes(found, r"^vit/embedding|^embedding|/embedding/", PRODUCTS) == half
-    assert dtypes(found, block + r"/attention/(?!softmax)", ("MatMul",)) == half
     assert dtypes(found, block + r"/mlp/", PRODUCTS) == half
     assert dtypes(found, block + r"/(AddV2|add)(_\d+)?$", ("AddV2",)) == half, "the residual stream"
-    assert dtypes(found, block + r"/attention/(BatchMatMul|MatMul|matmul)", ("BatchMatMulV2",)) == half
+    products = [
+        dtype for name, kind, dtype in found if re.search(block + r"/attention/(?!softmax)", name) if kind in PRODUCTS
+    ]
+    if where == "here":
+        assert set(products) == half
+    else:  # q, k, v and out in the policy's dtype; the product of e and v is divided by the sum before it is rounded
+        assert sorted(products) == sorted(2 * (4 * [HALF[policy]] + ["float32"]))
     # float32: softmax with its logits, LayerNorm, pooling, head.
     island = {"float32"}
-    assert dtypes(found, block + r"/attention/softmax", (*PRODUCTS, "Softmax", "Mul")) == island
+    assert dtypes(found, block + r"/attention/softmax", (*PRODUCTS, "Softmax", "Exp", "Max", "Sub", "Sum")) == island
     assert dtypes(found, r"/norm/", STATISTICS) == island
     assert dtypes(found, r"head/", (*PRODUCTS, "AddV2")) == island
     if pool == "map":
         assert dtypes(found, r"map/", (*PRODUCTS, "Softmax", "AddV2", "Mul", "Tanh")) == island
     if pool == "gap":
         assert dtypes(found, r"Mean(_\d+)?$", ("Mean",)) == island
-    assert {dtype for _, kind, dtype in found if kind == "Softmax"} == island
+    assert {dtype for _, kind, dtype in found if kind in ("Softmax", "Exp")} == island
     assert {dtype for _, kind, dtype in found if kind in ("Rsqrt", "Mean", "Tanh")} == island
     assert HALF[policy] in {dtype for _, _, dtype in found}
 
@@ -108,7 +117,7 @@ def randomised(policy, **settings):
     return model
 
 
-def softmax_error(dtype=tf.bfloat16):
+def softmax_error(dtype=tf.bfloat16, where="here"):
     """Returns (|row sum - 1|, output error in ulps of `dtype`) for 197 tokens and logits of deviation 6."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 2, 197, 16)) for _ in range(3))
@@ -120,14 +129,19 @@ def softmax_error(dtype=tf.bfloat16):
     assert 5 < logits.std() < 7
     exact = np.exp(logits - logits.max(-1, keepdims=True))
     exact = exact / exact.sum(-1, keepdims=True) @ wide[2]
-    out = attention.attend(q, k, v).numpy().astype(np.float64)
+    if where == "here":
+        out = attention.attend(q, k, v).numpy().astype(np.float64)
+    else:
+        swapped = [tf.transpose(t, [0, 2, 1, 3]) for t in (q / 4, k, v)]
+        out = tpu_attention.attend(*swapped).numpy().astype(np.float64).transpose(0, 2, 1, 3)
     ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max())) - 7)
     total = tf.reduce_sum(tf.cast(rows, tf.float64), -1)
     return float(np.abs(total - 1).max()), float((np.abs(out - exact) / ulp).max())
 
 
-def test_softmax_of_197_tokens_sums_to_one_and_its_output_is_within_one_ulp():
-    sums, ulps = softmax_error()
+@pytest.mark.parametrize("where", list(WHERE))
+def test_softmax_of_197_tokens_sums_to_one_and_its_output_is_within_one_ulp(where):
+    sums, ulps = softmax_error(where=where)
     assert sums < 1e-6
     assert ulps < 1.0
 
@@ -145,6 +159,15 @@ def test_a_bfloat16_softmax_would_be_seen(monkeypatch):
     assert {dtype for _, kind, dtype in found if kind == "Softmax"} == {"bfloat16"}, "the table sees it too"
 
 
+def test_bfloat16_logits_on_a_tpu_would_be_seen(monkeypatch):
+    monkeypatch.setattr(tpu_attention, "_wide", lambda equation, a, b: tf.einsum(equation, a, b))
+    monkeypatch.setattr(tpu_attention, "_rows", lambda inverse: tf.transpose(inverse, [0, 2, 1])[..., None])
+    assert softmax_error(where="tpu")[1] > 1.0
+    with target.tpu():
+        found = list(operations(vit("mixed_bfloat16", "gap")))
+    assert {dtype for _, kind, dtype in found if kind == "Exp"} == {"bfloat16"}, "the table sees it too"
+
+
 def norm_error(policy):
     with precision.scope(policy):
         layer = norm.LayerNorm(64)
@@ -155,9 +178,11 @@ def norm_error(policy):
     return float(np.abs(got - exact).max())
 
 
+@pytest.mark.parametrize("where", list(WHERE))
 @pytest.mark.parametrize("policy", list(HALF))
-def test_layer_norm_reads_a_float32_producer_unrounded(policy):
-    assert norm_error(policy) < 1e-5
+def test_layer_norm_reads_a_float32_producer_unrounded(policy, where):
+    with WHERE[where]():
+        assert norm_error(policy) < 1e-5
 
 
 @pytest.mark.parametrize("policy, error", [("mixed_bfloat16", 1e-2), ("mixed_float16", 1e-3)])
@@ -180,7 +205,9 @@ def head_error(model, images):
 def test_the_head_is_exact_and_a_bfloat16_head_would_be_seen(monkeypatch):
     model = randomised("mixed_bfloat16")
     images = np.random.default_rng(0).uniform(-1, 1, (4, 12, 12, 3)).astype(np.float32)
-    assert head_error(model, images) < 1e-6
+    for where in WHERE.values():
+        with where():
+            assert head_error(model, images) < 1e-6
 
     def wrong(self, params, x):
         return tf.cast(base.dense(x, params["kernel"], params["bias"], tf.bfloat16), tf.float32)
@@ -200,12 +227,14 @@ def test_gelu_in_bfloat16_arithmetic_would_be_seen():
     assert wrong.max() > 2.0**-7
 
 
+@pytest.mark.parametrize("where", list(WHERE))
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_logits_under_a_policy_stay_near_float32(policy):
+def test_logits_under_a_policy_stay_near_float32(policy, where):
     images = np.random.default_rng(0).uniform(-1, 1, (4, 12, 12, 3)).astype(np.float32)
     exact, model = randomised("float32"), randomised(policy)
     for p, q in zip(exact.parameters(), model.parameters()):
         q.variable.assign(p.variable)
     scale = float(np.abs(exact(images)).max())
-    error = float(np.abs(model(images) - exact(images)).max()) / scale
+    with WHERE[where]():
+        error = float(np.abs(model(images) - exact(images)).max()) / scale
     assert 0 < error < (3e-2 if policy == "mixed_bfloat16" else 5e-3)

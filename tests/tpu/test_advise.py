@@ -2,10 +2,8 @@
 
 import types
 
-import pytest
-
 from vit_tpu import config as configs
-from vit_tpu.tpu import advise, planner, topologies
+from vit_tpu.tpu import advise, topologies
 
 GIB = 2**30
 
@@ -25,30 +23,31 @@ def big(**overrides):
     return found
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Every plan asked for; a fake compiler for which state, sums and remat matter."""
-    asked = []
+class Fake:
+    """Stands for a compiler for which state, sums and remat matter; keeps what was asked."""
 
-    def make_plan(config, chip, cores, batch, **more):
-        asked.append((config, batch))
+    def __init__(self):
+        self.asked = []
+
+    def memory(self, config, batch):
+        self.asked.append((config, batch))
         total = 14 * GIB if config.optimizer.name == "lamb" else 9 * GIB
         total -= GIB if config.optimizer.momentum_dtype == "bfloat16" else 0
         total += GIB if config.training.accumulation_steps > 1 else 0  # its sum costs more than it frees
         total += batch * (GIB // 16 if config.model.remat == "block" else GIB // 4)
         total += 2 * GIB if config.training.ema else 0
-        memory = types.SimpleNamespace(total=total, fits=total <= topologies.chip("v3").hbm_bytes)
-        return types.SimpleNamespace(
-            config=config, chip=topologies.chip("v3"), cores=1, batch_per_core=batch, memory=memory, fits=memory.fits
+        return types.SimpleNamespace(total=total, fits=total <= topologies.chip("v3").hbm_bytes)
+
+    def advice(self, config, batch):
+        memory = self.memory(config, batch)
+        return advise.until_it_fits(
+            types.SimpleNamespace(config=config, batch_per_core=batch, memory=memory), self.memory
         )
 
-    monkeypatch.setattr(planner, "make_plan", make_plan)
-    return make_plan, asked
 
-
-def test_changes_are_tried_in_order_and_kept_if_they_save(compiled):
-    make_plan, asked = compiled
-    found = advise.until_it_fits(make_plan(big(), "v3", 1, 32), 1.0, None, print)
+def test_changes_are_tried_in_order_and_kept_if_they_save():
+    fake = Fake()
+    found = fake.advice(big(), 32)
     assert [a.change.split()[0] for a in found] == [
         "optimizer.momentum_dtype=bfloat16",
         "model.remat=block",
@@ -59,15 +58,14 @@ def test_changes_are_tried_in_order_and_kept_if_they_save(compiled):
     assert [a.saved for a in found] == [GIB, 6 * GIB, -GIB, 0, 5 * GIB]
     assert [a.kept for a in found] == [True, True, False, False, True]
     assert [a.fits for a in found] == [False] * 4 + [True]
-    last = asked[-1][0]
+    last = fake.asked[-1][0]
     assert last.model.remat == "block" and last.training.accumulation_steps == 1 and last.model.pool == "tok"
     assert last.optimizer.decay_style is None, "LAMB's own option must not stay with another optimizer"
 
 
-def test_batch_is_halved_when_no_change_is_enough(compiled):
-    make_plan, _ = compiled
-    plan = make_plan(big(model__remat="block", optimizer__name="adafactor", optimizer__decay_style=None), "v3", 1, 256)
-    found = advise.until_it_fits(plan, 1.0, None, print)
+def test_batch_is_halved_when_no_change_is_enough():
+    config = big(model__remat="block", optimizer__name="adafactor", optimizer__decay_style=None)
+    found = Fake().advice(config, 256)
     assert [a.change for a in found if a.change.startswith("batch")] == ["batch_per_core=128", "batch_per_core=64"]
     assert found[-1].fits and found[-1].total < topologies.chip("v3").hbm_bytes
 

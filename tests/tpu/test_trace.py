@@ -68,3 +68,9 @@ def test_arguments_of_the_program_are_named_by_role():
     parameters = [a for a in arguments if a["role"] == "parameters"]
     assert {"blocks/0/mlp/dense1/kernel", "posemb", "head/bias"} <= {a["name"] for a in parameters}
     assert roles.count("ema") == len(parameters) and roles.count("optimizer") == 2 * len(parameters)
+
+
+def test_batch_larger_than_the_synthetic_data_can_be_planned():
+    config = configs.from_dict({"data": {"source": "synthetic", "size": 8}, "training": {"batch_size": 64, "steps": 5}})
+    config = configs.replace(config, "model.depth", 1)
+    assert trace.Step(config).config.training.batch_size == 64

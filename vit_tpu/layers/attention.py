@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from vit_tpu.errors import UserError
-from vit_tpu.layers import base
+from vit_tpu.layers import base, target, tpu_attention
 
 
 def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
@@ -22,7 +22,7 @@ def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
     Returns:
       compute dtype, [B, H, N, h].
     """
-    factor = q.shape[-1] ** -0.5
+    factor, scope = q.shape[-1] ** -0.5, base.gradient_scope()
 
     @tf.custom_gradient
     def run(q, k, v):
@@ -30,12 +30,13 @@ def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> tf.Tensor:
         out = tf.matmul(p, v)
 
         def grad(dy):
-            dv = tf.matmul(p, dy, transpose_a=True)
-            dp = _wide_matmul(dy, v)
-            # sum_m p_nm dp_nm is the row sum of dy * out: no pass over [N, N].
-            inner = tf.reduce_sum(tf.cast(dy, tf.float32) * tf.cast(out, tf.float32), -1, keepdims=True)
-            ds = tf.cast(tf.cast(p, tf.float32) * (dp - inner) * factor, q.dtype)
-            return tf.matmul(ds, k), tf.matmul(ds, q, transpose_a=True), dv
+            with scope():
+                dv = tf.matmul(p, dy, transpose_a=True)
+                dp = _wide_matmul(dy, v)
+                # sum_m p_nm dp_nm is the row sum of dy * out: no pass over [N, N].
+                inner = tf.reduce_sum(tf.cast(dy, tf.float32) * tf.cast(out, tf.float32), -1, keepdims=True)
+                ds = tf.cast(tf.cast(p, tf.float32) * (dp - inner) * factor, q.dtype)
+                return tf.matmul(ds, k), tf.matmul(ds, q, transpose_a=True), dv
 
         return out, grad
 
@@ -75,6 +76,8 @@ class Attention(base.ParamLayer):
     def forward(self, params: base.Params, x: tf.Tensor) -> tf.Tensor:
         dtype = tf.as_dtype(self.compute_dtype)
         with tf.name_scope("attention"):
+            if target.on_tpu():
+                return tpu_attention.forward(params, tf.cast(x, dtype), dtype)
             q, k, v = _project(params, tf.cast(x, dtype), dtype)
             y = tf.transpose(attend(q, k, v), [0, 2, 1, 3])
             y = tf.reshape(y, [-1, x.shape[1], self.width])

@@ -6,12 +6,15 @@ one slice of weights stacked over depth (scan) and on weights handed through a r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
+
+from vit_tpu.layers import target
 
 Params = Mapping[str, Any]  # path -> tf.Variable or tf.Tensor, all float32
 
@@ -122,11 +125,27 @@ def xavier_of(fan_in: int, fan_out: int) -> SeedlessInitializer:
     return SeedlessInitializer(keras.initializers.RandomUniform, minval=-limit, maxval=limit)
 
 
+def gradient_scope() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Returns a context for the operations of a custom gradient, which names them after the layer traced now.
+
+    TensorFlow does that for its own gradients ("gradient_tape/blocks/3/mlp"); those of `tf.custom_gradient` would have
+    no name, and neither would their memory and time in plans and profiles.
+    """
+    name = "" if tf.executing_eagerly() else tf.compat.v1.get_default_graph().get_name_scope()
+    if not name:
+        return contextlib.nullcontext
+    prefix = "" if name.startswith("gradient_tape/") else "gradient_tape/"
+    return lambda: tf.name_scope(f"{prefix}{name}/")
+
+
 def dense(x: tf.Tensor, kernel: Any, bias: Any, dtype: tf.DType) -> tf.Tensor:
     """`x @ kernel + bias` over the last axis, with operands cast to `dtype` (the float32 weights are not changed)."""
-    kernel = tf.cast(kernel, dtype)
-    y = tf.matmul(tf.reshape(tf.cast(x, dtype), [-1, x.shape[-1]]), kernel)
-    y = y + tf.cast(bias, dtype)
+    x, kernel, bias = tf.cast(x, dtype), tf.cast(kernel, dtype), tf.cast(bias, dtype)
+    if target.on_tpu():
+        # 196 tokens do not fill their tiles: merging axes would copy the array.
+        axes = "abc"[: len(x.shape) - 1]
+        return tf.einsum(f"{axes}x,xy->{axes}y", x, kernel) + bias
+    y = tf.matmul(tf.reshape(x, [-1, x.shape[-1]]), kernel) + bias
     return tf.reshape(y, [*_leading(x), kernel.shape[-1]])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
-from vit_tpu.layers import base, drop, remat
+from vit_tpu.layers import base, drop, remat, target
 from vit_tpu.layers.attention import Attention
 from vit_tpu.layers.mlp import Mlp
 from vit_tpu.layers.norm import LayerNorm
@@ -126,8 +126,8 @@ class Block(base.ParamLayer):
 def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | None, rates: list[float]) -> tf.Tensor:
     """Runs `depth` blocks whose weights are stacked along axis 0, in one loop: the block is traced and compiled once.
 
-    Only each block's input is kept; the backward loop computes the rest again. Weights are sliced behind a barrier,
-    since XLA would otherwise cast the whole stack to the compute dtype before the loop and keep that copy.
+    Only each block's input is kept; the backward loop computes the rest again. Gradients of weights that are read in
+    half precision are collected in half precision, as the unrolled model has them.
 
     Args:
       block: a Block made with `create_weights(stack=depth)`.
@@ -142,10 +142,18 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
     def one(index: tf.Tensor, x: tf.Tensor, weights: list[tf.Tensor]) -> tf.Tensor:
         block_seed = None if seed is None else drop.fold(seed, index)
         rate = 0.0 if rate_of is None else rate_of[index]
-        return block.forward(dict(zip(names, weights)), x, seed=block_seed, drop_path=rate)
+        with tf.name_scope("blocks"):
+            return block.forward(dict(zip(names, weights)), x, seed=block_seed, drop_path=rate)
+
+    # LayerNorm computes in float32. Everything else casts its weights first thing, so what the loop has to collect is
+    # the gradient of the cast weight: half the bytes and the same numbers as the gradient of the float32 weight.
+    dtypes = [tf.float32 if name.startswith("norm") else x.dtype for name in names]
 
     def slices(index: tf.Tensor, stacks: tuple[tf.Tensor, ...]) -> list[tf.Tensor]:
-        return remat.barrier([stack[index] for stack in stacks])
+        # Integers through the barrier: XLA would otherwise see that only bfloat16 is needed of the slice, cast the
+        # whole stack before the loop and keep that copy.
+        bits = target.barrier([tf.bitcast(stack[index], tf.int32) for stack in stacks])
+        return [tf.cast(tf.bitcast(b, tf.float32), dtype) for b, dtype in zip(bits, dtypes)]
 
     @tf.custom_gradient
     def run(x, *stacks):
@@ -166,9 +174,9 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
                 dx, *dws = tape.gradient(y, [x, *weights], dy, unconnected_gradients="zero")
                 return done + 1, dx, [array.write(index, dw) for array, dw in zip(gradients, dws)]
 
-            arrays = [tf.TensorArray(stack.dtype, depth, element_shape=stack.shape[1:]) for stack in stacks]
+            arrays = [tf.TensorArray(d, depth, element_shape=s.shape[1:]) for d, s in zip(dtypes, stacks)]
             _, dx, arrays = tf.while_loop(lambda done, *_: done < depth, backward, [0, dy, arrays])
-            return [dx, *[array.stack() for array in arrays]]
+            return [dx, *[tf.cast(array.stack(), tf.float32) for array in arrays]]
 
         return y, grad
 

@@ -8,11 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from vit_tpu.errors import UserError
-from vit_tpu.layers import base, drop
+from vit_tpu.layers import base, drop, target
 
 GELUS = ("tanh", "erf")
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715 * _ROOT_2_OVER_PI
 
 
 def gelu(x: tf.Tensor, kind: str = "tanh") -> tf.Tensor:
@@ -23,12 +24,16 @@ def gelu(x: tf.Tensor, kind: str = "tanh") -> tf.Tensor:
       kind: "tanh", the approximation that ViT papers and big_vision use, or "erf", the exact one (timm, DINOv2).
     """
 
+    scope = base.gradient_scope()
+
     @tf.custom_gradient
     def run(x):
         y = _gelu(tf.cast(x, tf.float32), kind)
+        (kept,) = target.keep([x])
 
         def grad(dy):
-            return tf.cast(tf.cast(dy, tf.float32) * _gelu_slope(tf.cast(x, tf.float32), kind), x.dtype)
+            with scope():
+                return tf.cast(tf.cast(dy, tf.float32) * _gelu_slope(tf.cast(kept, tf.float32), kind), x.dtype)
 
         return tf.cast(y, x.dtype), grad
 
@@ -37,16 +42,17 @@ def gelu(x: tf.Tensor, kind: str = "tanh") -> tf.Tensor:
 
 def _gelu(x: tf.Tensor, kind: str) -> tf.Tensor:
     if kind == "tanh":
-        return 0.5 * x * (1.0 + tf.tanh(_ROOT_2_OVER_PI * x * (1.0 + 0.044715 * x * x)))
+        return x * (0.5 + 0.5 * tf.tanh(x * (_ROOT_2_OVER_PI + _CUBIC * (x * x))))
     return 0.5 * x * (1.0 + tf.math.erf(x * _ROOT_HALF))
 
 
 def _gelu_slope(x: tf.Tensor, kind: str) -> tf.Tensor:
     if kind == "tanh":
         square = x * x
-        t = tf.tanh(_ROOT_2_OVER_PI * x * (1.0 + 0.044715 * square))
-        inner_slope = _ROOT_2_OVER_PI * (1.0 + 3.0 * 0.044715 * square)
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner_slope
+        half = 0.5 * tf.tanh(x * (_ROOT_2_OVER_PI + _CUBIC * square))
+        # 0.5 (1 + t) + 0.5 x (1 - t^2) u' with half = t / 2, in few operations: they bound the speed on a TPU.
+        twice_inner = x * (2.0 * _ROOT_2_OVER_PI + 6.0 * _CUBIC * square)
+        return (0.5 + half) + (0.5 + half) * (0.5 - half) * twice_inner
     density = tf.exp(-0.5 * x * x) * (_ROOT_HALF / math.sqrt(math.pi))
     return 0.5 * (1.0 + tf.math.erf(x * _ROOT_HALF)) + x * density
 

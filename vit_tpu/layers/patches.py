@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from vit_tpu.errors import UserError
-from vit_tpu.layers import base
+from vit_tpu.layers import base, target
 
 
 def grid_of(image_size: tuple[int, int], patch_size: int) -> tuple[int, int]:
@@ -55,6 +55,10 @@ class PatchEmbedding(base.ParamLayer):
         rows, columns = grid_of((height, width), p)
         with tf.name_scope("embedding"):
             x = tf.reshape(tf.cast(x, dtype), [-1, rows, p, columns, p, self.channels])
+            if target.on_tpu():
+                # Contracted where it lies: neither patches nor a transposed image are written to memory.
+                y = tf.einsum("bipjqc,pqcd->bijd", x, tf.cast(params["kernel"], dtype))
+                return tf.reshape(y + tf.cast(params["bias"], dtype), [-1, rows * columns, self.width])
             x = tf.reshape(tf.transpose(x, [0, 1, 3, 2, 4, 5]), [-1, rows * columns, p * p * self.channels])
             return base.dense(x, tf.reshape(params["kernel"], [-1, self.width]), params["bias"], dtype)
 

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from vit_tpu import config as configs
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
-
-if TYPE_CHECKING:
-    from vit_tpu.tpu.planner import Plan, Say
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """One change on top of those before it, compiled.
-
-    Attributes:
-      change: "model.remat=block".
-      total: bytes with it and all before it.
-      saved: bytes against the step before.
-      fits: whether that is enough.
-      kept: False if it saved nothing and so is not in force for those after it.
-    """
-
-    change: str
-    total: int
-    saved: int
-    fits: bool
-    kept: bool
+from vit_tpu.tpu.report import Memory
+from vit_tpu.tpu.result import Advice, Result
 
 
 def changes(config: Config) -> Iterator[tuple[str, Config]]:
@@ -72,20 +49,18 @@ def _only_adam(config: Config) -> list[str]:
     return [f"optimizer.{name}" for name in names if getattr(config.optimizer, name) is not None]
 
 
-def until_it_fits(plan: Plan, limit: float, cache: str | os.PathLike[str] | None, say: Say) -> list[Advice]:
+def until_it_fits(plan: Result, compiled: Callable[[Config, int], Memory]) -> list[Advice]:
     """Makes one change after the other until the step fits; then halves the batch if none of them was enough.
+
+    Args:
+      plan: of the step that does not fit.
+      compiled: plans the memory of a config with a batch per core.
 
     Returns:
       What was tried, in order; the changes kept so far are in force for each.
     """
-    from vit_tpu.tpu.planner import make_plan
-
     found: list[Advice] = []
     config, total, tried = plan.config, plan.memory.total, set[str]()
-
-    def compiled(config: Config, batch: int) -> Plan:
-        return make_plan(config, plan.chip.name, plan.cores, batch, limit=limit, cache=cache, say=say)
-
     while True:
         change = next(((what, changed) for what, changed in changes(config) if what not in tried), None)
         if change is None:
@@ -93,23 +68,21 @@ def until_it_fits(plan: Plan, limit: float, cache: str | os.PathLike[str] | None
         what, changed = change
         tried.add(what)
         try:
-            answer = compiled(changed, plan.batch_per_core)
+            memory = compiled(changed, plan.batch_per_core)
         except UserError:
             continue
-        saved = total - answer.memory.total
-        found.append(Advice(what, answer.memory.total, saved, answer.fits, saved > 0))
+        saved = total - memory.total
+        found.append(Advice(what, memory.total, saved, memory.fits, saved > 0))
         if saved > 0:
-            config, total = changed, answer.memory.total
-        if answer.fits:
+            config, total = changed, memory.total
+        if memory.fits:
             return found
     batch, unit = plan.batch_per_core, config.training.accumulation_steps
     while batch // 2 >= unit:
         batch //= 2
-        answer = compiled(config, batch)
-        found.append(
-            Advice(f"batch_per_core={batch}", answer.memory.total, total - answer.memory.total, answer.fits, True)
-        )
-        total = answer.memory.total
-        if answer.fits:
+        memory = compiled(config, batch)
+        found.append(Advice(f"batch_per_core={batch}", memory.total, total - memory.total, memory.fits, True))
+        total = memory.total
+        if memory.fits:
             break
     return found

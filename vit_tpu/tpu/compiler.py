@@ -89,6 +89,12 @@ def version() -> str:
         return "none"
 
 
+def check_cores(chip: Chip, cores: int) -> None:
+    """Raises UserError if the slice that plans are made for has fewer cores."""
+    if cores > chip.cores:
+        raise UserError(f"{cores} cores asked for: plans are for one {chip.topology} slice, which has {chip.cores}")
+
+
 def compile_hlo(
     hlo: bytes,
     chip: Chip,
@@ -115,10 +121,7 @@ def compile_hlo(
       CompilerError: the compiler crashed, took too long or was not understood. Out of memory is no error.
     """
     path = library()
-    if replicas * partitions > chip.cores:
-        raise UserError(
-            f"{replicas * partitions} cores asked for: plans are for one {chip.topology} slice, which has {chip.cores}"
-        )
+    check_cores(chip, replicas * partitions)
     key = hashlib.sha256(
         hlo + repr((_CACHE_FORMAT, chip.topology, replicas, partitions, version())).encode()
     ).hexdigest()[:32]

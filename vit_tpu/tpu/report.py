@@ -60,7 +60,7 @@ class Memory:
 
     Attributes:
       total: bytes the program needs; parts add up to it.
-      available: bytes the compiler grants a program on this chip, 0 if it never said.
+      available: bytes the compiler grants a program on this chip.
       fits: the compiler's own verdict.
       parts: bytes by what they are for, keys as in PARTS.
       padding: padding bytes by part ("activations": 123), which add up to parts["padding"].
@@ -111,7 +111,7 @@ def memory(compiled: Compiled, arguments: Sequence[dict[str, Any]], chip: Chip, 
         parts["padding"] += buffer.bytes - buffer.raw_bytes
         padding[buffer.part] = padding.get(buffer.part, 0) + buffer.bytes - buffer.raw_bytes
     parts["gaps"] = gaps
-    fits = compiled.fits and (not chip.hbm_bytes or bool(compiled.stats) or total <= chip.hbm_bytes)
+    fits = compiled.fits and (bool(compiled.stats) or total <= chip.hbm_bytes)
     available = compiled.stated.get("available") or chip.hbm_bytes
     return Memory(total, available, fits, parts, padding, tuple(sorted(found, key=lambda b: -b.bytes)))
 
@@ -249,7 +249,8 @@ def kind_of(instruction: Instruction) -> str:
 
 def general_name(op_name: str) -> str:
     """Returns an operation's name with the block's number and counting suffixes taken off."""
-    return re.sub(r"_\d+(?=/|$)", "", re.sub(r"blocks/\d+", "blocks/N", op_name))
+    once = re.sub(r"(gradient_tape/)+", "gradient_tape/", op_name)  # twice where a block is computed again
+    return re.sub(r"_\d+(?=/|$)", "", re.sub(r"blocks/\d+", "blocks/N", once))
 
 
 def bare_shape(shape: str) -> str:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from vit_tpu.errors import UserError
-
-if TYPE_CHECKING:
-    from vit_tpu.tpu.planner import Job
+from vit_tpu.tpu.report import Memory
 
 LARGEST_BATCH = 65_536
 
 
-def largest_batch(job: Job) -> int:
+def largest_batch(memory_of: Callable[[int], Memory], available: int, unit: int = 1) -> int:
     """Returns the largest batch per core that fits, 0 if none does.
 
     Memory grows almost in a straight line with the batch, so the line through the last two answers is tried first.
     The answer is exact below 128 images, then to within a 64th.
+
+    Args:
+      memory_of: compiles a batch size.
+      available: bytes that a core has.
+      unit: what the batch must divide by.
     """
-    if not job.chip.hbm_bytes:
-        raise UserError(f"the compiler never said how much memory a {job.chip.name} core has: give --batch_per_core")
-    unit = job.config.training.accumulation_steps
     sizes: dict[int, int] = {}
 
     def fits(batch: int) -> bool:
         if batch not in sizes:
-            memory = job.plan(batch).memory
-            sizes[batch] = memory.total if memory.fits else max(memory.total, job.chip.hbm_bytes + 1)
-        return sizes[batch] <= job.chip.hbm_bytes
+            memory = memory_of(batch)
+            sizes[batch] = memory.total if memory.fits else max(memory.total, available + 1)
+        return sizes[batch] <= available
 
     low, high = 0, max(8, unit)
     while fits(high):
@@ -36,7 +35,7 @@ def largest_batch(job: Job) -> int:
             return low
     while high - low > max(unit, _step(low)):
         grid = max(unit, _step(low))
-        middle = _between(sizes, low, high, job.chip.hbm_bytes)
+        middle = _between(sizes, low, high, available)
         middle = min(max(middle // grid * grid, low + grid), high - grid if high - grid > low else high - 1)
         middle = middle // unit * unit
         if middle <= low or middle >= high:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vit_tpu.settings import Config
 from vit_tpu.tpu import report
-
-if TYPE_CHECKING:
-    from vit_tpu.tpu.planner import Plan
+from vit_tpu.tpu.result import Result
 
 ESTIMATE = "compiler estimate, not measured"
 COLORS = {
@@ -33,13 +31,11 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def table(plan: Plan, buffers: int = 8) -> str:
+def table(plan: Result, buffers: int = 8) -> str:
     """Returns the terminal table of one plan."""
     m, c = plan.memory, plan.config
     cores = "one core" if plan.cores == 1 else f"each of {plan.cores} cores"
-    of = " (this compiler states no limit)"
-    if m.available:
-        of = f" of {gib(m.available)} ({100 * m.total / m.available:.1f} %)"
+    of = f" of {gib(m.available)} ({100 * m.total / m.available:.1f} %)"
     lines = [
         f"vit_tpu plan: {c.model.variant}, pool {c.model.pool}, {plan.tokens} tokens, {plan.parameters / 1e6:,.1f} M "
         f"parameters, {c.precision}",
@@ -77,10 +73,12 @@ def _settings(c: Config) -> list[str]:
     return [text for there, text in named if there]
 
 
-def by_whom(plan: Plan) -> str:
-    v = plan.versions
+def by_whom(*plans: Result) -> str:
+    """One sentence: which compiler said it, for which chips."""
+    v = plans[0].versions
+    platforms = ", ".join(dict.fromkeys(p.versions.get("platform") or p.chip.name for p in plans))
     return (
-        f"compiled for {v.get('platform') or plan.chip.name} by libtpu {v.get('libtpu')} (PJRT {v.get('pjrt') or '?'}) "
+        f"compiled for {platforms} by libtpu {v.get('libtpu')} (PJRT {v.get('pjrt') or '?'}) "
         f"from TensorFlow {v.get('tensorflow')}; no TPU was used"
     )
 
@@ -108,7 +106,7 @@ def _buffers(buffers: Sequence[report.Buffer]) -> list[str]:
     return lines
 
 
-def _cycles(plan: Plan) -> list[str]:
+def _cycles(plan: Result) -> list[str]:
     c = plan.cycles
     assert c is not None
     lines = [
@@ -127,7 +125,7 @@ def _cycles(plan: Plan) -> list[str]:
     return lines
 
 
-def comparison(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> str:
+def comparison(plans: Sequence[Result], varied: Sequence[Sequence[str]]) -> str:
     """Returns one table of several plans.
 
     Args:
@@ -154,39 +152,47 @@ def comparison(plans: Sequence[Plan], varied: Sequence[Sequence[str]]) -> str:
         lines.append(row)
     if timed:
         lines.append(f"times: {ESTIMATE}")
-    lines.append(by_whom(plans[0]))
+    lines.append(by_whom(*plans))
     lines += sorted({f"{p.chip.name}: {p.chip.note}" for p in plans if p.chip.note})
     return "\n".join(lines)
 
 
-def picture(plans: Sequence[Plan], path: str | os.PathLike[str], labels: Sequence[str] | None = None) -> None:
-    """Writes one stacked bar a plan, with the chip's limit as a line, to a PNG file."""
+def picture(plans: Sequence[Result], path: str | os.PathLike[str], labels: Sequence[str] | None = None) -> None:
+    """Writes one stacked bar a plan, with the chip's limit as a line, to a PNG file.
+
+    Where all plans are far below the limit, the axis ends with the bars and the limits are only written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     names = list(labels) if labels else [f"{p.config.model.variant}, {p.chip.name}" for p in plans]
+    largest, limit = max(p.memory.total for p in plans), max(p.memory.available for p in plans)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    rows = list(range(len(plans)))
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.55 * len(plans)), layout="constrained")
     left = [0.0] * len(plans)
     for part in report.PARTS:
-        sizes = [p.memory.parts[part] / 2**30 for p in plans]
+        sizes = [p.memory.parts[part] / unit for p in plans]
         if max(sizes) > 0:
             edge: Any = {"edgecolor": "#aab7b8", "hatch": "//"} if part in ("padding", "gaps") else {}
-            axes.barh(names, sizes, left=left, color=COLORS[part], label=part, height=0.6, **edge)
+            axes.barh(rows, sizes, left=left, color=COLORS[part], label=part, height=0.6, **edge)
         left = [a + b for a, b in zip(left, sizes)]
+    whole = largest > 0.2 * limit
     for row, p in enumerate(plans):
         verdict = "fits" if p.fits else "does not fit"
-        axes.text(left[row], row, f" {p.memory.total / 2**30:.2f} GiB, {verdict}", va="center", fontsize=8)
-        if p.memory.available:
-            axes.plot([p.memory.available / 2**30] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1.5)
-    axes.set_xlim(0, 1.25 * max([*left, *(p.memory.available / 2**30 for p in plans)]))
-    axes.set_xlabel("GiB of HBM on one core (black line: what the compiler grants)")
+        text = f" {gib(p.memory.total)} of {gib(p.memory.available)}, {verdict}"
+        end = max(left[row], p.memory.available / unit) if whole else left[row]
+        axes.text(end, row, text, va="center", fontsize=8)
+        axes.plot([p.memory.available / unit] * 2, [row - 0.4, row + 0.4], color="black", linewidth=1.5)
+    axes.set_xlim(0, 1.4 * (max(largest, limit) if whole else largest) / unit)
+    axes.set_xlabel(f"{name} of HBM on one core" + (" (black line: what the compiler grants)" if whole else ""))
+    axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.1 / len(plans)))
     head = plans[0]
-    by = f"compiled by libtpu {head.versions.get('libtpu')}"
-    title = f"{head.batch_per_core} images a core, {head.config.precision}; {by}"
-    axes.set_title(title, fontsize=9)
+    title = f"{head.batch_per_core} images a core, {head.config.precision}"
+    axes.set_title(f"{title}; compiled by libtpu {head.versions.get('libtpu')}", fontsize=9)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

@@ -69,7 +69,7 @@ class Step:
         quiet = dataclasses.replace(config.training, jit=None)
         config = dataclasses.replace(config, init_from=None, training=quiet)
         classes, channels = data_shape(config)
-        plan = schedule.plan(config, config.data.size if config.data.source == "synthetic" else _NOMINAL_EXAMPLES)
+        plan = schedule.plan(config, max(_NOMINAL_EXAMPLES, config.training.batch_size))
         with tf.variable_creator_scope(variable_creator):
             self.model = build.build_model(config, devices.choose("cpu"), classes, channels, plan)
         self.config, self.classes, self.channels, self.replicas = config, classes, channels, replicas
@@ -82,11 +82,13 @@ class Step:
         """
         import tensorflow as tf
 
+        from vit_tpu.layers import target
+
         model = self.model
 
         @tf.function(jit_compile=True, autograph=False)
         def step(images: Any, labels: Any, weights: Any) -> Any:
-            with replica_context(self.replicas):
+            with replica_context(self.replicas), target.tpu():
                 return model.train_step((images, labels, weights))
 
         multi = self.config.training.loss == "sigmoid" or self.config.data.mixup > 0
