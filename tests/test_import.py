@@ -44,3 +44,11 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_precision_is_a_function_and_a_module():
     assert callable(vit_tpu.precision) and vit_tpu.precision.recommended() in vit_tpu.precision.POLICIES
+
+
+def test_tensorboard_itself_starts():
+    # It needs pkg_resources, which newer setuptools no longer bring.
+    code = "from tensorboard import main, default; print(len(default.get_plugins()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr[-500:]
+    assert int(found.stdout.split()[-1]) > 10

@@ -53,7 +53,7 @@ def execute(
     except UserError as error:
         return _wrong(str(error))
     except KeyboardInterrupt:
-        print("interrupted before there was anything to save", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except FloatingPointError as error:
         print(f"failed: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ from vit_tpu.diagnose.machine import Gpu, Machine
 
 PACKAGES = {
     "tensorflow": "2.20.0", "tf_keras": "2.20.1", "tf-models-official": "2.20.0", "tensorboard": "2.20.0",
-    "tensorboard-plugin-profile": "2.22.1", "typeguard": "4.4.0",
+    "tensorboard-plugin-profile": "2.22.1", "typeguard": "4.4.0", "setuptools": "80.10.2",
 }  # fmt: skip
 MACHINE = Machine(
     python=(3, 11), packages=PACKAGES, cpu_flags=frozenset({"avx2"}), cores=4, memory_bytes=2**34,

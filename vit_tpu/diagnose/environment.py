@@ -62,6 +62,12 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 
 
 def _profiler(machine: Machine) -> Iterator[Finding]:
+    setuptools = machine.packages.get("setuptools")
+    if setuptools is None or _numbers(setuptools) >= (81, 0):
+        yield Finding(
+            "error", "tensorboard", f"TensorBoard does not start beside setuptools {setuptools} (no pkg_resources)",
+            "pip install 'setuptools<81'",
+        )  # fmt: skip
     found = machine.packages.get("tensorboard-plugin-profile")
     if found is None:
         yield Finding(

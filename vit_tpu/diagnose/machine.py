@@ -13,7 +13,7 @@ from importlib import metadata
 
 PACKAGES = (
     "tensorflow", "tf_keras", "tf-models-official", "tensorboard", "tensorboard-plugin-profile", "protobuf", "numpy",
-    "tensorflow-tpu", "tensorflow-addons", "typeguard", "libtpu",
+    "tensorflow-tpu", "tensorflow-addons", "typeguard", "libtpu", "setuptools",
 )  # fmt: skip
 
 
