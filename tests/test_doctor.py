@@ -27,7 +27,11 @@ def test_something_to_fix_is_exit_code_1(capsys):
     [
         (["--hardware=TPUU"], 'did you mean "TPU"'),
         (["--replicas=0"], "give a number above 0"),
+        (["--hardware=TPU"], "--hardware is about a run"),
         (["--profile=/nowhere"], "holds no trace"),
+        (["--profile=/nowhere", "--config=x.yaml"], "--profile and --config are two questions"),
+        (["--json=no/such/x.json"], "there is no folder no/such"),
+        (["--json=/"], "--json=/ is a folder"),
         (["--confg=x"], 'did you mean "config"'),
     ],
 )

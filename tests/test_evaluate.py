@@ -75,6 +75,22 @@ def test_weights_on_class_folders(tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["confusion.png", "reliability.png"]
 
 
+@pytest.mark.parametrize("content", [b"model: [", b"", b"\xff\xfe", b"just words"])
+def test_damaged_settings_of_a_run_are_named(content, tmp_path, capsys):
+    run = shutil.copytree(trained_runs.digits(), tmp_path / "run")
+    (run / "config.yaml").write_bytes(content)
+    assert evaluate.main([f"--workdir={run}"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{run}/config.yaml is damaged (" in error and "manifest.json" in error
+
+
+def test_a_damaged_summary_is_named(tmp_path, capsys):
+    run = shutil.copytree(trained_runs.digits(), tmp_path / "run")
+    (run / "summary.json").write_text("{")
+    assert evaluate.main([f"--workdir={run}", "--checkpoint=best"]) == 2
+    assert f"{run}/summary.json is damaged (" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -99,6 +115,10 @@ def test_weights_on_class_folders(tmp_path, capsys):
         (["--workdir=RUN", "--json=no/such/x.json"], "there is no folder no/such"),
         (["--workdir=RUN", "--set=model.depht=2"], 'did you mean "depth"'),
         (["--workdir=RUN", "--batch_size=0"], "batch_size is 0"),
+        (["--workdir=RUN", "--json=RUN"], "--json=RUN is a folder"),
+        (["--workdir=RUN", "--plots=RUN/config.yaml"], "--plots=RUN/config.yaml is a file"),
+        (["--workdir=RUN", "--normalize=imagenet"], "--normalize goes with --weights"),
+        (["--workdir="], "give --workdir=RUN or --weights=FILE"),
         (["--workdir=RUN", "--data=synthetic", "--set=data.classes=12"], "has 12 classes, but the head has 10"),
         (["--workdir=RUN", "--strategy=gpu"], "no GPU"),
         (["--workdir=RUN", "stray"], '"stray" is not a flag'),

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -86,6 +87,16 @@ def test_names_on_standard_input(pictures, tmp_path, monkeypatch, capsys):
         (["--workdir=RUN", "PICTURES", "--sheet=x.xyz"], "end the name in .png"),
         (["--workdir=RUN", "PICTURES", "--explain=x.png", "--attention=map"], "it has no MAP head"),
         (["--workdir=RUN", "PICTURES", "--top=0"], "--top=0"),
+        (["--workdir=", "PICTURES"], "give --workdir=RUN or --weights=FILE"),
+        (["--workdir=RUN", ""], "there is no file with an empty name"),
+        (["--workdir=RUN", "PICTURES", "--normalize=imagenet"], "--normalize goes with --weights"),
+        (["--workdir=RUN", "PICTURES", "--sheet=FOLDER.png"], "--sheet=FOLDER.png is a folder"),
+        (["--workdir=RUN", "PICTURES", "--out=FOLDER.csv"], "FOLDER.csv is a folder"),
+        (["--workdir=RUN", "PICTURES", "--json=FOLDER.csv"], "--json=FOLDER.csv is a folder"),
+        (["--workdir=RUN", "PICTURES", "--out=x.csv", "--json=./x.csv"], "--out and --json would both write ./x.csv"),
+        (["--workdir=RUN", "PICTURES", "--sheet=x.png", "--explain=x.png"], "--sheet and --explain would both write"),
+        (["--workdir=RUN", "PICTURES", "--sheet=PICTURES/003.png"], "would overwrite one of the images"),
+        (["--workdir=RUN", "PICTURES", "--out=x.csv", "--batch_size=-3"], "batch_size is -3"),
         (["--workdir=RUN", "PICTURES", "--shet=x.png"], 'did you mean "sheet"'),
         (["--workdir=RUN", "PICTURES", "--class_names=x.txt"], "--class_names goes with --weights"),
     ],
@@ -94,6 +105,50 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, pictures, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").symlink_to(trained_runs.digits())
     (tmp_path / "PICTURES").symlink_to(pictures)
+    for name in ("FOLDER.png", "FOLDER.csv"):
+        (tmp_path / name).mkdir()
+    before = sorted(tmp_path.iterdir())
     assert predict.main(arguments) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # such as of a script that the sheet's font lacks
+def test_pipes_and_names_that_are_not_utf8(pictures, tmp_path, capsys):
+    import os
+
+    folder = os.fsencode(tmp_path / "in")
+    os.mkdir(folder)
+    os.mkfifo(tmp_path / "in" / "pipe.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    odd = folder + b"/r\xe9sum\xe9 $_$.png"
+    (tmp_path / "in" / "日本.png").write_bytes((pictures / "000.png").read_bytes())
+    try:
+        with open(odd, "wb") as file:
+            file.write((pictures / "001.png").read_bytes())
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names alone")
+    arguments = [f"--workdir={trained_runs.digits()}", str(tmp_path / "in")]
+    drawn = [f"--sheet={tmp_path / 's.png'}", f"--explain={tmp_path / 'e.png'}"]
+    assert predict.main([*arguments, *drawn]) == 0
+    captured = capsys.readouterr()
+    assert (
+        "r\\udce9sum\\udce9 $_$.png" in captured.out and "1 file(s) without an image's ending left out" in captured.err
+    )
+    assert (tmp_path / "s.png").exists() and (tmp_path / "e.png").exists()
+    out = tmp_path / "x.csv"  # a pipe named by itself is not waited for
+    assert predict.main([*arguments, str(tmp_path / "pipe.png"), "/dev/null", f"--out={out}"]) == 1
+    assert capsys.readouterr().err.count("it is no regular file") == 2
+    assert odd in out.read_bytes()  # the name's own bytes: what reads the table finds the file
+
+
+@pytest.mark.parametrize("flag", ["out", "sheet", "explain", "json"])
+def test_full_disk_is_one_line(flag, pictures, tmp_path, capsys):
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    path = tmp_path / ("x.csv" if flag == "out" else "x.png")
+    path.symlink_to("/dev/full")
+    assert predict.main([f"--workdir={trained_runs.digits()}", str(pictures / "001.png"), f"--{flag}={path}"]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "cannot be written (No space left on device)" in lines[0]

@@ -5,8 +5,8 @@ Examples:
       versions, devices and the precision they gain from, XLA, the clock
   python -m vit_tpu.doctor --config=experiments/cifar10.yaml --set data.path=DIR --workdir=runs/first
       also that run: records decoded, labels, batch arithmetic, shapes, memory, disk
-  python -m vit_tpu.doctor --config=experiments/vit_g14_jft.yaml --hardware=TPU
-      as if it ran on a TPU: which shapes are padded, by how much
+  python -m vit_tpu.doctor --config=experiments/cifar10.yaml --set data.path=DIR --hardware=TPU --replicas=8
+      as if it ran on eight TPU cores: which shapes are padded, by how much
   python -m vit_tpu.doctor --profile=runs/first
       where the time of a recorded trace went, and one advice
   python -m vit_tpu.doctor --replay=runs/first
@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from vit_tpu import evaluate
 from vit_tpu.command import execute
 from vit_tpu.errors import UserError, nearest
 
@@ -45,21 +46,25 @@ def _define(flags: Any, values: Any) -> None:
 
 def _run(values: Any) -> int:
     import dataclasses
-    import json
-    import pathlib
 
     if values.hardware is not None and values.hardware not in HARDWARE:
         raise UserError(f"--hardware={values.hardware}{nearest(values.hardware, HARDWARE)}: use CPU, GPU or TPU")
     if values.replicas is not None and values.replicas < 1:
         raise UserError(f"--replicas={values.replicas}: give a number above 0")
+    asked = [name for name in ("profile", "replay", "config") if getattr(values, name)]
+    if len(asked) > 1:
+        raise UserError(f"--{asked[0]} and --{asked[1]} are two questions: ask one at a time")
+    of_a_run = [name for name in ("hardware", "replicas") if values[name].present]
+    if of_a_run and not (values.config or values.set or values.workdir):
+        raise UserError(f"--{of_a_run[0]} is about a run: name its --config, or settings with --set")
+    evaluate.check_file("json", values.json)
     if values.profile:
         from vit_tpu.diagnose import profile
 
         found = profile.read(values.profile)
         print(found)
         if values.json:
-            written = dataclasses.asdict(found) | {"advice": found.advice()}
-            pathlib.Path(values.json).write_text(json.dumps(written, indent=1) + "\n")
+            evaluate.write_json(values.json, dataclasses.asdict(found) | {"advice": found.advice()})
         return 0 if found.steps else 1
     if values.replay:
         from vit_tpu.diagnose import replay
@@ -67,7 +72,7 @@ def _run(values: Any) -> int:
         again = replay.replay(values.replay)
         print(again)
         if values.json:
-            pathlib.Path(values.json).write_text(json.dumps(dataclasses.asdict(again), indent=1) + "\n")
+            evaluate.write_json(values.json, dataclasses.asdict(again))
         return 1 if again.run.culprit else 0
     from vit_tpu.diagnose import examine, findings
 
@@ -76,8 +81,7 @@ def _run(values: Any) -> int:
     )
     print(findings.report(results))
     if values.json:
-        rows = [dataclasses.asdict(finding) for finding in results]
-        pathlib.Path(values.json).write_text(json.dumps(rows, indent=1) + "\n")
+        evaluate.write_json(values.json, [dataclasses.asdict(finding) for finding in results])
     return 1 if findings.must_be_fixed(results) else 0
 
 

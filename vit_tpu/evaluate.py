@@ -51,17 +51,29 @@ def define_model(flags: Any, values: Any) -> None:
 
 def check_model(values: Any) -> None:
     """Raises UserError for flags that do not say which model, before anything is loaded."""
-    if (values.workdir is None) == (values.weights is None):
+    if bool(values.workdir) == bool(values.weights):
         raise UserError("give --workdir=RUN or --weights=FILE: whose model it is")
-    if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
-        raise UserError(f"--json={values.json}: there is no folder {os.path.dirname(values.json)}")
-    for name in ("model", "class_names"):
-        if values.workdir is not None and getattr(values, name) is not None:
+    check_file("json", values.json)
+    for name in ("model", "class_names", "normalize"):
+        if values.workdir and values[name].present:
             raise UserError(f"--{name} goes with --weights; a run knows its own")
-    if values.weights is not None and values["checkpoint"].present:
+    if values.weights and values["checkpoint"].present:
         raise UserError("--checkpoint goes with --workdir")
-    if values.weights is not None and values["ema"].present:
+    if values.weights and values["ema"].present:
         raise UserError("--ema goes with --workdir: a weight file holds one set of weights")
+
+
+def check_file(flag: str, path: str | None) -> None:
+    """Raises UserError if the file of a flag can clearly not be written, before minutes of computing."""
+    if not path:
+        return
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise UserError(f"--{flag}={path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise UserError(f"--{flag}={path} is a folder: name a file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"--{flag}={path} cannot be written (no permission): choose another place")
 
 
 def load_model(values: Any, data: str | None = None) -> Any:
@@ -74,7 +86,7 @@ def load_model(values: Any, data: str | None = None) -> Any:
     overrides |= {"model.variant": values.model} if values.model else {}
     overrides |= {"precision": values.precision} if values.precision else {}
     where = {"strategy": values.strategy, "tpu": values.tpu}
-    if values.workdir is not None:
+    if values.workdir:
         return loading.from_run(
             values.workdir, ema=values.ema, checkpoint=values.checkpoint, overrides=overrides, **where
         )
@@ -94,7 +106,11 @@ def _define(flags: Any, values: Any) -> None:
         flags.DEFINE_string(name, default, help_, flag_values=values)
 
     define_model(flags, values)
-    text("data", None, "folder of class folders, .npz file or digits; default: the run's data")
+    text(
+        "data",
+        None,
+        "folder of class folders, .npz file, digits, or source:path (tfds:cifar10); default: the run's data",
+    )
     text("split", "validation", "validation, train, or all images of data without a validation split")
     text("real", None, "ReaL labels of ImageNet: JSON list of label lists in the order of the files' names")
     text("labels_map", None, "JSON file {output of the head: class of the data}, names or numbers")
@@ -112,7 +128,9 @@ def _run(values: Any) -> int:
     temperature = _positive(values.temperature, "temperature")
     if values.split not in ("train", "validation", "all"):
         raise UserError(f"--split={values.split} is none of validation, train, all")
-    if values.weights is not None and values.data is None and not any(s.startswith("data.") for s in values.set):
+    if values.plots and os.path.exists(values.plots) and not os.path.isdir(values.plots):
+        raise UserError(f"--plots={values.plots} is a file: name a folder")
+    if values.weights and values.data is None and not any(s.startswith("data.") for s in values.set):
         raise UserError("--weights needs --data: a folder of class folders, an .npz file, or digits")
     trained = load_model(values, values.data)
     if shots or neighbours or values.probe:
@@ -141,7 +159,7 @@ def _run(values: Any) -> int:
     return 0
 
 
-def write_json(path: str, facts: dict[str, Any]) -> None:
+def write_json(path: str, facts: Any) -> None:
     """Writes the facts of a result for machines."""
     import json
 

@@ -58,8 +58,7 @@ def _run(values: Any, named: list[str]) -> int:
         raise UserError(f"--sheet_images={values.sheet_images}: ask for 1 picture or more")
     for name in ("sheet", "explain"):
         path = getattr(values, name)
-        if path and not os.path.isdir(os.path.dirname(path) or "."):
-            raise UserError(f"--{name}={path}: there is no folder {os.path.dirname(path)}")
+        evaluate.check_file(name, path)
         if path and not path.lower().endswith(PICTURES):
             raise UserError(f"--{name}={path}: end the name in {', '.join(PICTURES)}")
     from vit_tpu.evaluation import files, predicting  # TensorFlow loads here
@@ -67,6 +66,7 @@ def _run(values: Any, named: list[str]) -> int:
     if values.out:
         predicting.check_out(values.out)
     found, notes = files.collect(named, sys.stdin)
+    _check_outputs(values, found)
     trained = evaluate.load_model(values)
     if values.explain and values.attention == "map" and trained.model.pool != "map":
         raise UserError(f"--attention=map: this model pools by {trained.model.pool}, it has no MAP head; use rollout")
@@ -110,7 +110,7 @@ def _predict(values: Any, trained: Any, found: list[str]) -> int:
             print("\n".join(predicting.table(waiting)), flush=True)
     missing = [name for name in found if name in unreadable.reasons]
     for name in missing:
-        print(f"unreadable: {name}: {unreadable.reasons[name]}", file=sys.stderr)
+        print(f"unreadable: {files.shown(name)}: {unreadable.reasons[name]}", file=sys.stderr)
     drawn = _draw(values, trained, shown, done) if shown else []
     rate = f", {speed.images_per_second:,.0f} images/s" if speed.images_per_second else ""
     wrote = "".join(f", wrote {path}" for path in (values.out, *drawn) if path)
@@ -120,16 +120,34 @@ def _predict(values: Any, trained: Any, found: list[str]) -> int:
         facts = {
             "weights": trained.weights, "files": len(found), "predicted": done,
             "images_per_second": speed.images_per_second,
-            "unreadable": [{"file": name, "reason": unreadable.reasons[name]} for name in missing],
+            "unreadable": [{"file": files.shown(name), "reason": unreadable.reasons[name]} for name in missing],
         }  # fmt: skip
         evaluate.write_json(values.json, facts)
     return 1 if missing else 0
 
 
+def _check_outputs(values: Any, found: list[str]) -> None:
+    """Two outputs in one file, or an output over one of the images, would destroy the first."""
+    import os
+
+    taken: dict[str, str] = {}
+    for name in ("out", "json", "sheet", "explain"):
+        path = getattr(values, name)
+        if not path:
+            continue
+        other = taken.setdefault(os.path.realpath(path), name)
+        if other != name:
+            raise UserError(f"--{other} and --{name} would both write {path}: give them two names")
+    for image in found:
+        name = taken.get(os.path.realpath(image), "")
+        if name:
+            raise UserError(f"--{name}={getattr(values, name)} would overwrite one of the images: choose another name")
+
+
 def _draw(values: Any, trained: Any, shown: list[Any], done: int) -> list[str]:
     import numpy as np
 
-    from vit_tpu.evaluation import sheet
+    from vit_tpu.evaluation import files, sheet
     from vit_tpu.pictures import attention
 
     title = f"{trained.weights}: {'the first ' if done > len(shown) else ''}{len(shown):,} of {done:,} images"
@@ -139,8 +157,12 @@ def _draw(values: Any, trained: Any, shown: list[Any], done: int) -> list[str]:
     if values.explain:
         images = np.stack(pictures).astype(np.float32) / 127.5 - 1
         maps = attention.attention_maps(trained.model, images, values.attention)
-        captions = [f"{row.label} {100 * row.probability:.0f}%" for row in rows]
-        attention.attention_sheet(values.explain, pictures, maps, captions, title)
+        captions = [
+            f"{row.label} {100 * row.probability:.0f}%\n{sheet.short(files.shown(row.file), 36)}" for row in rows
+        ]
+        how = "rollout" if values.attention == "rollout" else "of the MAP head"
+        title = f"{title}; right: bright where the attention ({how}) is"
+        sheet.save(attention.attention_figure(pictures, maps, captions, title), values.explain)
     return [path for path in (values.sheet, values.explain) if path]
 
 

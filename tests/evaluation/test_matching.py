@@ -42,6 +42,8 @@ def test_numbered_classes_go_by_number():
     assert labels.match(_source(None, [0, 1]), ("cat", "dog"), 2, None).names == ("cat", "dog")
     assert labels.match(_source(["cat", "dog"], [0, 1]), (), 2, None).names == ("cat", "dog")
     assert "2 classes, the head 3" in labels.match(_source(None, [0, 1]), (), 3, None).note
+    assert "have no names: output 0 is taken for" in labels.match(_source(["cat", "dog"], [0, 1]), (), 2, None).note
+    assert labels.match(_source(None, [0, 1]), (), 2, None).note == ""
     with pytest.raises(UserError, match="has 3 classes, but the head has 2"):
         labels.match(_source(None, [0, 2]), (), 2, None)
 

@@ -77,6 +77,13 @@ def test_one_shape_is_traced(trained, pictures):
     assert run.experimental_get_tracing_count() == 1
 
 
+def test_a_second_call_compiles_nothing(pictures):
+    trained = loading.from_run(trained_runs.digits())
+    for name in ("00.png", "01.png", "02.png"):
+        predicting.predict(trained, pictures[0] / name)
+    assert outputs.compiled_logits(trained).experimental_get_tracing_count() == 1
+
+
 def test_rows_reach_csv_and_jsonl(trained, pictures, tmp_path):
     found = predicting.predict(trained, str(pictures[0]), top=2)
     found.save(tmp_path / "a.csv")

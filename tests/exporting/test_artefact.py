@@ -1,6 +1,7 @@
 """Artefacts compute what the model computes, or are not kept."""
 
 import base64
+import dataclasses
 import io
 import json
 import urllib.request
@@ -8,10 +9,12 @@ import urllib.request
 import numpy as np
 import pytest
 import tensorflow as tf
+import trained_runs
 from export_helpers import NAMES, floats, images, rest_server, tiny
 from PIL import Image
 
 from vit_tpu.errors import UserError
+from vit_tpu.evaluation import loading
 from vit_tpu.exporting import artefact, formats
 
 TOLERANCE = {"saved_model": 1e-5, "onnx": 1e-4, "tflite": 1e-4, "tflite_int8": 0.3}
@@ -130,6 +133,42 @@ def test_an_artefact_that_computes_something_else_is_not_kept(tmp_path, monkeypa
     with pytest.raises(FloatingPointError, match="differs from the model.*nothing was kept"):
         artefact.export_model(tiny(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_artefact_that_names_other_classes_says_so():
+    report = artefact.ExportReport("out", "tflite_int8", 1, 64, 2.9, 2.9, 0.6)
+    assert "warning: it often names another class" in str(report)
+    assert "warning" not in str(dataclasses.replace(report, agreement=0.97))
+    features = dataclasses.replace(report, agreement=None)
+    assert "warning: its outputs are 80% off" in str(dataclasses.replace(features, relative=0.8))
+    assert "warning" not in str(dataclasses.replace(features, relative=0.03))
+
+
+def test_features_of_a_model_without_classes_are_compared_as_a_whole(tmp_path, monkeypatch):
+    def off(servable, *_):
+        return lambda x: servable.forward(x).numpy() * np.float32(0.5)
+
+    monkeypatch.setattr(formats, "write", off)
+    report = artefact.export_model(tiny(num_classes=0), tmp_path / "out", "tflite_int8")
+    assert report.agreement is None and report.relative == pytest.approx(0.5, rel=1e-5)
+    assert "warning: its outputs are 50% off" in str(report)
+
+
+def test_a_runs_folder_and_a_loaded_model_are_exported_with_their_names(tmp_path):
+    run = trained_runs.digits(class_names=tuple("abcdefghij"))
+    trained = loading.from_run(run)
+    sigmoid = dataclasses.replace(trained, config=loading.with_overrides(trained.config, {"training.loss": "sigmoid"}))
+    for what, name, loss in ((run, "a", "softmax"), (sigmoid, "b", "sigmoid")):
+        artefact.export_model(what, tmp_path / name, "tflite")
+        assert (tmp_path / name / "labels.txt").read_text().split() == list("abcdefghij")
+        assert json.loads((tmp_path / name / "preprocessing.json").read_text())["probabilities"] == loss
+
+
+def test_a_link_to_nowhere_is_no_place_for_it(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="exists"):
+        artefact.export_model(tiny(), tmp_path / "out")
+    assert (tmp_path / "out").is_symlink()
 
 
 def test_an_existing_folder_is_left_alone(tmp_path):

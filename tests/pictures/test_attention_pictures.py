@@ -110,10 +110,12 @@ def test_overlay_is_bright_where_the_attention_is():
     assert drawn[15:, 25:].mean() > 1.5 * drawn[:10, :10].mean()
 
 
-def test_sheet_is_written(tmp_path):
+def test_captions_are_drawn_as_they_are(tmp_path):
     pixels = [np.zeros((8, 12, 3), np.uint8)] * 5
-    file = explain.attention_sheet(tmp_path / "sheet.png", pixels, np.ones((5, 2, 3)) / 6, list("abcde"), "title")
-    assert file.stat().st_size > 1000
+    captions = ["a", "b", "c", "d", "from $_ to $^ 9%"]  # between dollar signs matplotlib would read a formula
+    figure = explain.attention_figure(pixels, np.ones((5, 2, 3)) / 6, captions, "$_$")
+    figure.savefig(tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vit_tpu.errors import UserError
 from vit_tpu.evaluation import run_folder
 from vit_tpu.models import numerics
 from vit_tpu.settings import Config, LossScale
-from vit_tpu.training import build, failure, schedule, state
+from vit_tpu.training import build, checkpoints, failure, resume, schedule, state, storage
 
 MANY = 10**9  # examples: only the schedule asks, and no learning rate is used here
 
@@ -66,21 +66,26 @@ def replay(folder: str | os.PathLike[str]) -> Replay:
     kept = failure.read(place)
     if kept is None:
         raise UserError(f"{place} keeps no failed step ({failure.NAME}): its steps were finite, or it ran elsewhere")
-    images, labels, step = kept
-    found = None if step == 1 else run_folder.find(place, step - 1)
-    classes = found[1]["arrays"]["parameters/head/bias"][0][0] if found else config.model.num_classes
-    if classes is None:
-        raise UserError(f"step 1 of {place} cannot be taken again: set model.num_classes, which no checkpoint tells")
-    keras.utils.set_random_seed(config.training.seed)  # step 1 starts from the initial weights
-    model = _model(config, classes, images.shape[-1])
+    step, classes, channels = kept.step, kept.classes, kept.images.shape[-1]
+    found = None
+    if kept.weights and kept.weights not in checkpoints.steps(storage.join(place, "checkpoints")):
+        raise UserError(
+            f"step {step} of {place} cannot be taken again: the checkpoint of step {kept.weights}, with the weights it "
+            "had, is not kept (the run rolled back or went on since); its batch alone is in " + failure.NAME
+        )
+    if kept.weights:
+        found = run_folder.find(place, kept.weights)
+    keras.utils.set_random_seed(config.training.seed)  # without a checkpoint it starts from the initial weights
+    begin = resume.weights_at(config.init_from) if config.init_from and not found else None
+    model = _model(dataclasses.replace(config, init_from=begin), classes, channels)
     if found:
         state.restore(model, *found)
-    batch = tf.constant(images), tf.constant(labels)
+    batch = tf.constant(kept.images), tf.constant(kept.labels)
     taken = numerics.walk(model, *batch, step, config.precision)[-1]
     if config.precision == "float32":
         return Replay(step, config.precision, taken, None)
-    plain = dataclasses.replace(config, precision="float32", loss_scale=LossScale(mode="off"))
-    other = _model(plain, classes, images.shape[-1])
+    plain = dataclasses.replace(config, precision="float32", loss_scale=LossScale(mode="off"), init_from=None)
+    other = _model(plain, classes, channels)
     for ours, theirs in zip(other.parameters(), model.parameters()):
         ours.variable.assign(theirs.variable)
     again = numerics.walk(other, *batch, step, "float32")
@@ -89,5 +94,4 @@ def replay(folder: str | os.PathLike[str]) -> Replay:
 
 def _model(config: Config, classes: int, channels: int) -> Any:
     here = devices.choose("auto" if config.strategy in ("mirrored", "tpu") else config.strategy)
-    alone = dataclasses.replace(config, init_from=None)
-    return build.build_model(alone, here, classes, channels, schedule.plan(config, MANY))
+    return build.build_model(config, here, classes, channels, schedule.plan(config, MANY))

@@ -37,7 +37,8 @@ def check(config: Config, machine: Machine, replicas: int = 1, hardware: str = "
         try:
             sources[split] = inputs.open_source(config, split)
         except UserError as error:
-            findings.append(Finding("error", "data", str(error)))
+            found = Finding("error", "data", str(error))
+            findings += [found] if found not in findings else []  # a missing folder is missing for both splits
     for split, source in sources.items():
         findings += _data(config, source, split)
     if "train" in sources:

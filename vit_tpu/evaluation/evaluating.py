@@ -157,7 +157,7 @@ def _evaluate(
     trained: Trained, source: Source, batch_size: int | None, real: Any, labels_map: Any
 ) -> Evaluation:  # fmt: skip
     model, config = trained.model, trained.config
-    compute = outputs.logits_of(model)
+    compute = outputs.compiled_logits(trained)
     found = labels.match(source, trained.class_names, model.num_classes, labels_map)
     rows = found.labels.ndim == 2
     if real is not None and labels_map is not None:
@@ -179,7 +179,7 @@ def _evaluate(
     dataset = outputs.eval_dataset(trained, source, size, broken)
     parts, scores = [], []
     with outputs.readable(broken):
-        for logits, where in _in_order(trained, compute, dataset, speed, source.num_examples):
+        for logits, where in _in_order(compute, dataset, speed, source.num_examples):
             chosen = where[counts[where]]
             logits = found.logits(logits[counts[where]], loss)
             if len(chosen):
@@ -227,11 +227,11 @@ def _evaluate(
 
 
 def _in_order(
-    trained: Trained, compute: Any, dataset: Any, speed: outputs.Speed, examples: int
+    compute: Any, dataset: Any, speed: outputs.Speed, examples: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields logits of real examples with their places in the source; padding is gone."""
     seen = 0
-    for logits, _, weights, _ in outputs.each_batch(outputs.compiled(trained, compute), dataset, speed):
+    for logits, _, weights, _ in outputs.each_batch(compute, dataset, speed):
         real = np.flatnonzero(weights > 0)
         yield logits[real], seen + real
         seen += len(weights)

@@ -57,7 +57,9 @@ def collect(named: Sequence[str], lines: TextIO | None = None) -> tuple[list[str
             [os.path.join(os.path.dirname(found[0]), n) for n in os.listdir(folder)] if os.path.isdir(folder) else []
         )
         more = f" (nor any of the other {len(found) - 1})" if len(found) > 1 else ""
-        raise UserError(f"there is no file {found[0]}{nearest(found[0], siblings)}{more}")
+        raise UserError(
+            f"there is no file {shown(found[0]) or 'with an empty name'}{nearest(found[0], siblings)}{more}"
+        )
     return found, notes
 
 
@@ -65,11 +67,13 @@ def source_of(files: Sequence[str]) -> Source:
     """Returns the files as a `Source` without labels (all 0)."""
     labels = np.zeros(len(files), np.int32)
     with tf.device("CPU:0"):
-        names = tf.constant(list(files))
+        # As the bytes the file system has: not every name is UTF-8. A pipe or a device would block or never end.
+        names = tf.constant([os.fsencode(name) for name in files])
+        places = tf.constant([b"" if _is_special(name) else os.fsencode(name) for name in files])
 
     def get(index: tf.Tensor) -> dict[str, tf.Tensor]:
         name = tf.gather(names, index)
-        return {"image": tf.io.read_file(name), "label": tf.zeros_like(index, tf.int32), "id": name}
+        return {"image": tf.io.read_file(tf.gather(places, index)), "label": tf.zeros_like(index, tf.int32), "id": name}
 
     return Source("files", len(files), 1, ("",), labels, get, None, lambda i: files[i])
 
@@ -83,6 +87,7 @@ class Unreadable(BrokenRecords):
     def add(self, record: str, reason: str) -> None:
         if not os.path.isfile(record) and "://" not in record:
             reason = "it is a folder" if os.path.isdir(record) else "there is no such file"
+            reason = "it is no regular file" if _is_special(record) else reason
         self.reasons.setdefault(record, reason)
 
 
@@ -92,11 +97,12 @@ def _below(folder: str, notes: list[str]) -> list[str]:
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
-            (images if name.lower().endswith(ENDINGS) else others).append(os.path.join(where, name))
+            path = os.path.join(where, name)
+            (images if name.lower().endswith(ENDINGS) and not _is_special(path) else others).append(path)
     if not images:
         raise UserError(f"folder {folder} holds no images ({', '.join(ENDINGS[:8])}, ...)")
     if others:
-        notes.append(f"{folder}: {len(others)} file(s) without an image's ending left out ({_some(others)})")
+        notes.append(f"{folder}: {len(others)} file(s) without an image's ending left out ({shown(_some(others))})")
     return images
 
 
@@ -105,5 +111,15 @@ def _some(names: Iterable[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
 
 
+def shown(name: str) -> str:
+    """Returns a file's name as text for people: bytes that are not UTF-8 as escapes, which every terminal takes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def _exists(name: str) -> bool:
     return "://" in name or os.path.exists(name)
+
+
+def _is_special(name: str) -> bool:
+    """Whether it is a pipe, a socket or a device: something that is there but holds no image."""
+    return os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)

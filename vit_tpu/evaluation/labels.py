@@ -79,6 +79,9 @@ def match(source: Source, outputs: Sequence[str], classes: int, labels_map: str 
             "head's classes, or give --labels_map"
         )
     note = f"the data have {source.num_classes} classes, the head {classes}" if source.num_classes < classes else ""
+    if _spoken(names) and not _spoken(outputs):
+        note += "; " if note else ""
+        note += "the head's classes have no names: output 0 is taken for the data's first class, and so on"
     if source.num_classes == classes and (_spoken(outputs) or not _spoken(names)):
         names = tuple(outputs) or names
     elif source.num_classes < classes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -48,6 +49,11 @@ class Trained:
 
     def __repr__(self) -> str:
         return f"Trained({self.weights}; {len(self.names)} classes; {self.here.line}, {self.config.precision})"
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Any]:
+        """Functions compiled for this model by name, so that a second call need not compile again."""
+        return {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,7 +123,8 @@ def from_weights(
     from vit_tpu import weights
 
     known = {field.name for field in dataclasses.fields(configs.from_dict({}).model)}
-    facts = {name: value for name, value in weights.describe(path).items() if name in known and value is not None}
+    described = weights.describe(path)
+    facts = {name: value for name, value in described.items() if name in known and value is not None}
     given = dict(configs.pairs(overrides))
     named = {key.rpartition(".")[2] for key in given}
     shape = ("width", "depth", "mlp_dim", "num_heads", "patch_size")
@@ -127,7 +134,8 @@ def from_weights(
     config = with_overrides(base, given)
     classes = config.model.num_classes if config.model.num_classes is not None else 0
     here = devices.choose(strategy, tpu)
-    settings = dataclasses.asdict(config.model) | {"num_classes": classes, "channels": config.data.channels or 3}
+    settings = dataclasses.asdict(config.model) | {"num_classes": classes}
+    settings["channels"] = config.data.channels or described.get("channels") or 3
     with here.scope(), precision.scope(config.precision):
         model = ViT(settings.pop("variant"), **settings)
         kernel = config.init_resize if resize == "auto" else resize

@@ -150,6 +150,13 @@ def compiled(trained: Trained, compute: Callable[[tf.Tensor], tf.Tensor]) -> Cal
     return run
 
 
+def compiled_logits(trained: Trained) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns the compiled images -> logits [B, C] of a model, the same one each time."""
+    if "logits" not in trained.functions:
+        trained.functions["logits"] = compiled(trained, logits_of(trained.model))
+    return trained.functions["logits"]
+
+
 def each_batch(
     run: Callable[[tf.Tensor], tf.Tensor], dataset: tf.data.Dataset, speed: Speed | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, tf.Tensor]]:

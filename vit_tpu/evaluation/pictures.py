@@ -93,12 +93,12 @@ def reliability_picture(rows: Sequence[dict[str, Any]], error: float, title: str
         middle = (row["low"] + row["high"]) / 2
         axis.bar(middle, row["accuracy"], width * 0.92, color="#1f77b4", alpha=0.85,
                  label="accuracy" if first else None)  # fmt: skip
-        gap = row["confidence"] - row["accuracy"]
-        axis.bar(middle, gap, width * 0.92, bottom=row["accuracy"], color="#d95f02", alpha=0.35,
-                 label="gap to the mean confidence" if first else None)  # fmt: skip
+        gap = row["confidence"] - row["accuracy"]  # hatched, so that it is seen on the bar as well as above it
+        axis.bar(middle, gap, width * 0.92, bottom=row["accuracy"], fill=False, edgecolor="#d95f02", hatch="////",
+                 linewidth=1.2, label="gap to the mean confidence" if first else None)  # fmt: skip
         first = False
     axis.set(ylim=(0, 1.02), xlim=(0, 1), ylabel="accuracy")
-    axis.legend(loc="upper left", fontsize=8, frameon=False)
+    axis.legend(loc="upper left", fontsize=8, framealpha=0.9, edgecolor="none")
     axis.set_title(f"{_shortened(title, 60)}\nexpected calibration error {100 * error:.2f}%", fontsize=9, loc="left")
     numbers = [row["count"] for row in rows]
     counts.bar([(row["low"] + row["high"]) / 2 for row in rows], numbers, width * 0.92, color="#666666")
@@ -112,9 +112,13 @@ def reliability_picture(rows: Sequence[dict[str, Any]], error: float, title: str
 
 def save(figure: Any, path: Any) -> None:
     """Writes a figure as a picture and closes it."""
+    import warnings
+
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=120)
+    with warnings.catch_warnings():  # a name in a script that the font lacks is drawn as boxes, which one sees
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
@@ -143,4 +147,9 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
 
 
 def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return plain(text if len(text) <= length else text[: length - 3] + "...")
+
+
+def plain(text: str) -> str:
+    """Returns a text that matplotlib draws as it is: it reads what stands between two dollar signs as a formula."""
+    return text.replace("$", r"\$")

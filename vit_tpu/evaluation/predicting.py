@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -9,7 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -76,7 +77,8 @@ class Predictions:
 
 
 def predict(
-    run: str | os.PathLike[str] | ViT | Trained, images: str | Sequence[str], *, top: int = TOP,
+    run: str | os.PathLike[str] | ViT | Trained,
+    images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, top: int = TOP,
     batch_size: int | None = None, ema: bool | None = None,
 ) -> Predictions:  # fmt: skip
     """Predicts the classes of image files.
@@ -90,7 +92,8 @@ def predict(
       UserError: no run, or no image by these names. Unreadable files are no error: see `Predictions.unreadable`.
     """
     trained = loading.as_trained(run, ema=ema)
-    named, _ = files.collect([images] if isinstance(images, str) else [os.fspath(name) for name in images])
+    given = [images] if isinstance(images, str | os.PathLike) else images
+    named, _ = files.collect([os.fspath(name) for name in given])
     unreadable, speed = files.Unreadable(), outputs.Speed()
     rows = [row for row, _ in each(trained, named, unreadable, top=top, batch_size=batch_size, speed=speed)]
     return Predictions(rows, unreadable.reasons, trained.weights, speed.images_per_second)
@@ -116,7 +119,7 @@ def each(
         raise UserError(f"top is {top}: ask for 1 class or more")
     source = files.source_of(named)
     dataset = outputs.eval_dataset(trained, source, outputs.batch_size(trained, batch_size, len(named)), unreadable)
-    run = outputs.compiled(trained, outputs.logits_of(trained.model))
+    run = outputs.compiled_logits(trained)
     names, first = trained.names, 0
     count = min(top, len(names))
     for logits, _, weights, images in outputs.each_batch(run, dataset, speed):
@@ -136,35 +139,55 @@ def picture(images: Any, i: int) -> np.ndarray:
 class Writer:
     """Writes predictions one by one to a .csv or .jsonl file, so that nothing is lost when a later one fails.
 
+    The file is begun with the first row: wrong use leaves what was there. Names that are not UTF-8 keep their bytes.
+
     Args:
       path: ends in .csv or .jsonl.
       top: classes a row names, for the header of a .csv.
 
     Raises:
-      UserError: another ending, or the file cannot be written.
+      UserError: another ending, or the file cannot be written (rows may be there up to where the disk was full).
     """
 
     def __init__(self, path: str | os.PathLike[str], top: int):
         check_out(path)
-        try:
-            self.file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115  (closed by __exit__)
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from None
-        self.rows = csv.writer(self.file) if pathlib.Path(path).suffix == ".csv" else None
-        if self.rows is not None:
-            self.rows.writerow(_header(top))
+        self.path, self.top = pathlib.Path(path), top
+        self.file: TextIO | None = None
 
     def __enter__(self) -> Callable[[Prediction], None]:
         return self._write
 
-    def _write(self, row: Prediction) -> None:
-        if self.rows is not None:
-            self.rows.writerow([f"{v:.6g}" if isinstance(v, float) else v for v in _flat(row).values()])
-        else:
-            self.file.write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
+    def _begun(self) -> TextIO:
+        if self.file is None:
+            self.file = open(self.path, "w", newline="", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+            if self.path.suffix == ".csv":
+                csv.writer(self.file).writerow(_header(self.top))
+        return self.file
 
-    def __exit__(self, *error: Any) -> None:
-        self.file.close()
+    def _write(self, row: Prediction) -> None:
+        with self._said():
+            if self.path.suffix == ".csv":
+                values = [f"{v:.6g}" if isinstance(v, float) else v for v in _flat(row).values()]
+                csv.writer(self._begun()).writerow(values)
+            else:
+                self._begun().write(json.dumps(row.to_dict(), ensure_ascii=False) + "\n")
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        with self._said():
+            if kind is None:
+                self._begun()  # no row at all: an empty table is an answer, too
+            if self.file is not None:
+                self.file.close()
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}): free space or choose another place"
+                + ("; it holds only the first rows now" if self.file is not None else "")
+            ) from None
 
 
 def check_out(path: str | os.PathLike[str]) -> None:
@@ -174,6 +197,10 @@ def check_out(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{path} ends in neither .csv nor .jsonl: say which of the two to write")
     if not file.parent.is_dir():
         raise UserError(f"{path}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise UserError(f"{path} is a folder: name a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{path} cannot be written (no permission): choose another place")
 
 
 def table(rows: Sequence[Prediction]) -> list[str]:
@@ -185,7 +212,7 @@ def table(rows: Sequence[Prediction]) -> list[str]:
         bar = "#" * round(10 * row.probability)
         others = ", ".join(f"{name} {_percent(share)}" for name, share in row.top[1:3])
         lines.append(
-            f"{label:<{width}} {_percent(row.probability):>6} {bar:<10}  {row.file}"
+            f"{label:<{width}} {_percent(row.probability):>6} {bar:<10}  {files.shown(row.file)}"
             + (f"   ({others})" if others else "")
         )
     return lines

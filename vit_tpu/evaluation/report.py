@@ -83,8 +83,10 @@ def judge_features(
       features: "head" (what the classifier reads), "cls" or "mean".
 
     Raises:
-      UserError: no run, no such features, or too few examples of a class.
+      UserError: nothing to judge, no run, no such features, or too few examples of a class.
     """
+    if not (shots or neighbours or probe):
+        raise UserError("nothing to judge the features by: give shots=(1, 5), neighbours=(10,) or probe=True")
     options: dict[str, Any] = {"ema": ema}
     if isinstance(data, str):
         options["overrides"] = loading.data_overrides(data)

@@ -16,13 +16,14 @@ from vit_tpu.settings import Config
 from vit_tpu.training import checkpoints, resume, storage
 
 WEIGHTS, EMA = "parameters/", "ema/"  # of the arrays in a checkpoint
+_REPAIR = "write it again (the manifest.json of each checkpoint has the config, too), or train again"
 
 
 def config_of(folder: str) -> Config:
     """Returns the config of a run; keys that this version no longer has are passed over.
 
     Raises:
-      UserError: it is no run's folder.
+      UserError: it is no run's folder, or its config.yaml is damaged.
     """
     written = storage.join(folder, "config.yaml")
     if not storage.exists(written):
@@ -30,7 +31,33 @@ def config_of(folder: str) -> Config:
         siblings = [str(path.parent) for path in beside.glob("*/config.yaml")] if beside.is_dir() else []
         what = "it has no config.yaml" if storage.exists(folder) else "there is no such folder"
         raise UserError(f"{folder} is not the folder of a run: {what}{nearest(folder, siblings)}")
-    return configs.from_dict(resume.known(yaml.safe_load(storage.read_text(written))), written)
+    try:
+        content = yaml.safe_load(storage.read_text(written))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{written} is damaged ({' '.join(str(error).split())[:120]}): {_REPAIR}") from None
+    except OSError as error:
+        raise UserError(f"{written} cannot be read ({error.strerror or error})") from None
+    if not isinstance(content, Mapping):
+        raise UserError(f"{written} is damaged (it holds no settings): {_REPAIR}")
+    return configs.from_dict(resume.known(content), written)
+
+
+def summary_of(folder: str) -> dict[str, Any]:
+    """Returns summary.json of a run, {} if the run has not ended.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    path = storage.join(folder, "summary.json")
+    if not storage.exists(path):
+        return {}
+    try:
+        found = json.loads(storage.read_text(path))
+    except ValueError as error:  # also of bytes that are no text
+        raise UserError(f"{path} is damaged ({error}): delete it, or train again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+    return found if isinstance(found, dict) else {}
 
 
 def find(folder: str, wanted: str | int = "newest") -> tuple[str, dict[str, Any]]:
@@ -56,8 +83,7 @@ def find(folder: str, wanted: str | int = "newest") -> tuple[str, dict[str, Any]
         return found
     text = str(wanted)
     if text == "best":
-        summary = storage.join(folder, "summary.json")
-        best = json.loads(storage.read_text(summary)).get("best") if storage.exists(summary) else None
+        best = summary_of(folder).get("best")
         text = str(best["step"]) if best else text
     if not text.isdecimal() or int(text) not in steps:
         raise UserError(f'{folder} keeps no checkpoint "{wanted}"; it has newest, {", ".join(map(str, steps))}')

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vit_tpu.errors import UserError
+from vit_tpu.evaluation import files
 from vit_tpu.evaluation.predicting import Prediction
 
 COLUMNS = 6
@@ -42,7 +43,7 @@ def contact_sheet(
         wspace=0.06, hspace=0.66 / side,
     )  # fmt: skip
     if title:
-        figure.text(0.01, 1 - 0.22 / height, title, fontsize=9, va="center")
+        figure.text(0.01, 1 - 0.22 / height, title, fontsize=9, va="center", parse_math=False)
     for i, (row, picture) in enumerate(zip(rows, pictures)):
         axis = figure.add_subplot(grid[i // columns, i % columns])
         shown = picture[..., 0] if picture.shape[-1] == 1 else picture
@@ -51,12 +52,14 @@ def contact_sheet(
         colour = _SURE * row.probability + _UNSURE * (1 - row.probability)
         for spine in axis.spines.values():
             spine.set_visible(False)
-        axis.set_title(f"{_short(row.label, 20)}  {100 * row.probability:.0f}%", fontsize=8.5, pad=7, color=colour)
+        axis.set_title(f"{short(row.label, 20)}  {100 * row.probability:.0f}%", fontsize=8.5, pad=7,
+                       color=colour, parse_math=False)  # fmt: skip
         axis.plot([0, 1], [1.03, 1.03], transform=axis.transAxes, color="#dddddd", linewidth=3, clip_on=False)
         axis.plot([0, row.probability], [1.03, 1.03], transform=axis.transAxes, color=colour, linewidth=3,
                   clip_on=False, solid_capstyle="butt")  # fmt: skip
-        second = f"{_short(row.top[1][0], 20)} {100 * row.top[1][1]:.0f}%\n" if len(row.top) > 1 else ""
-        axis.set_xlabel(second + _short(row.file, 30), fontsize=6.5, color="#555555", labelpad=3)
+        second = f"{short(row.top[1][0], 20)} {100 * row.top[1][1]:.0f}%\n" if len(row.top) > 1 else ""
+        axis.set_xlabel(second + short(files.shown(row.file), 30), fontsize=6.5, color="#555555",
+                        labelpad=3, parse_math=False)  # fmt: skip
     return figure
 
 
@@ -72,8 +75,9 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
         pictures.save(figure, path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{path} cannot be written ({reason}): choose a .png in a folder that exists") from None
+        raise UserError(f"{path} cannot be written ({reason}): free space or choose another place") from None
 
 
-def _short(text: str, length: int) -> str:
+def short(text: str, length: int) -> str:
+    """Returns the end of a text that is too long: of a file's name the part that differs."""
     return text if len(text) <= length else "..." + text[-(length - 3) :]

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from vit_tpu._version import __version__
 from vit_tpu.errors import UserError, nearest
+from vit_tpu.evaluation import loading
+from vit_tpu.evaluation.loading import Trained
 from vit_tpu.exporting import card, formats
 from vit_tpu.exporting.servable import Recipe, Servable
 from vit_tpu.models.rebuild import float32_copy
@@ -23,6 +25,8 @@ from vit_tpu.models.vit import ViT
 
 # Largest difference to the float32 model, as a share of max(1, largest output): other kernels add in another order.
 LIMITS = {"saved_model": 1e-5, "onnx": 1e-4, "tflite": 1e-4}
+ALIKE = 0.9  # an artefact that names the model's class less often is said to
+FAR = 0.2  # so is one whose outputs differ by more, in root mean square
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class ExportReport:
       difference: largest absolute difference of its outputs to the float32 model's.
       training_difference: the same to the model as it was trained, under its own policy.
       agreement: share of images for which both models name the same class; None without classes.
+      relative: root mean square of the difference to the float32 model, as a share of its outputs'.
     """
 
     folder: str
@@ -46,6 +51,7 @@ class ExportReport:
     difference: float
     training_difference: float
     agreement: float | None
+    relative: float = 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.format} in {self.folder}, {self.bytes:,} bytes"]
@@ -53,17 +59,24 @@ class ExportReport:
         lines.append(f"  largest difference to the training model   {self.training_difference:.2g}")
         if self.agreement is not None:
             lines.append(f"  same class as the float32 model            {self.agreement:.1%}")
+        if self.agreement is not None and self.agreement < ALIKE:
+            lines.append("  warning: it often names another class; calibrate on more images, or export tflite")
+        elif self.relative > FAR:
+            lines.append(
+                f"  warning: its outputs are {self.relative:.0%} off; calibrate on more images, or export tflite (some "
+                "models have activations that 8 bits cannot hold)"
+            )
         return "\n".join(lines)
 
 
 def export_model(
-    model: ViT,
+    model: ViT | Trained | str | os.PathLike[str],
     folder: str | os.PathLike[str],
     format: str = "saved_model",
     *,
     class_names: Sequence[str] | None = None,
-    crop: str = "resize",
-    loss: str = "softmax",
+    crop: str | None = None,
+    loss: str | None = None,
     averaged: bool = False,
     calibration: Iterable[np.ndarray] = (),
     samples: np.ndarray | None = None,
@@ -75,12 +88,13 @@ def export_model(
     leaves nothing.
 
     Args:
-      model: trained, under any policy.
+      model: trained, under any policy; or what `load_trained` returned, or a run's folder.
       folder: must not exist.
       format: "saved_model", "onnx", "tflite" or "tflite_int8".
-      class_names: one for each class; "0", "1", ... if None.
-      crop: "resize" or "central": how images of other sizes are prepared (of the evaluation that was reported).
-      loss: "softmax" or "sigmoid": how probabilities come from logits.
+      class_names: one for each class; None: the run's own, "0", "1", ... of a model.
+      crop: "resize" or "central": how images of other sizes are prepared (of the evaluation that was reported). None:
+        as the run evaluates, "resize" for a model.
+      loss: "softmax" or "sigmoid": how probabilities come from logits. None: the run's, "softmax" for a model.
       averaged: export the moving average of the weights.
       calibration: batches of float32 images in [-1, 1], for tflite_int8.
       samples: float32 images [B, H, W, C] in [-1, 1] for the comparison; noise if None.
@@ -95,11 +109,17 @@ def export_model(
     """
     if format not in formats.FORMATS:
         raise UserError(f'format "{format}"{nearest(format, formats.FORMATS)}: use {", ".join(formats.FORMATS)}')
+    if not isinstance(model, ViT):
+        trained = loading.as_trained(model)
+        model, config = trained.model, trained.config
+        class_names = trained.names if class_names is None else class_names
+        crop = crop or ("central" if config.data.crop == "inception" else "resize")
+        loss = loss or config.training.loss
     target = pathlib.Path(folder)
-    if target.exists():
+    if os.path.lexists(target):
         raise UserError(f"{target} exists: choose a new folder, or remove it first")
     names = tuple(class_names) if class_names is not None else tuple(map(str, range(model.num_classes)))
-    recipe = Recipe(names, crop, loss)
+    recipe = Recipe(names, crop or "resize", loss or "softmax")
     servable = Servable(float32_copy(model, averaged), recipe)
     images = _noise(model) if samples is None else np.asarray(samples, np.float32)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -141,7 +161,10 @@ def _compare(
             f"the exported {format_} differs from the model by {difference:.3g} (limit {limit:.3g}): nothing was kept"
         )
     same = float((found.argmax(-1) == wanted.argmax(-1)).mean()) if servable.has_classes else None
-    return ExportReport(folder, format_, 0, len(images), difference, float(np.abs(found - trained).max()), same)
+    relative = float(np.linalg.norm(found - wanted) / max(float(np.linalg.norm(wanted)), 1e-12))
+    return ExportReport(
+        folder, format_, 0, len(images), difference, float(np.abs(found - trained).max()), same, relative
+    )
 
 
 def _check_signatures(servable: Servable, folder: pathlib.Path) -> None:

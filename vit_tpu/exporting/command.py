@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 from vit_tpu import config as configs
 from vit_tpu.data import pipeline
 from vit_tpu.errors import UserError
-from vit_tpu.evaluation import loading
+from vit_tpu.evaluation import loading, run_folder
 from vit_tpu.evaluation.loading import Trained
 from vit_tpu.exporting.artefact import ExportReport, export_model
 from vit_tpu.training import inputs
@@ -24,7 +22,9 @@ def export_trained(
     format: str = "saved_model",
     *,
     workdir: str | os.PathLike[str] | None = None,
+    checkpoint: str = "newest",
     weights: str | None = None,
+    normalize: str = "half",
     variant: str | None = None,
     class_names: str | os.PathLike[str] | None = None,
     ema: bool | None = None,
@@ -37,8 +37,8 @@ def export_trained(
     Args:
       folder: to write; must not exist.
       format: as in `export_model`.
-      workdir: of a run, or None.
-      weights, variant: of a weight file, or None.
+      workdir: of a run, or None; checkpoint: newest, best or a step of it.
+      weights, variant: of a weight file, or None; normalize: as in `evaluation.loading.from_weights`.
       class_names: file of names; the run's own if None.
       ema: as in `evaluation.loading.from_run`.
       calibration: training images for tflite_int8.
@@ -46,11 +46,11 @@ def export_trained(
       overrides: changes of the config, such as "data.path=elsewhere".
     """
     if workdir is not None:
-        trained = loading.from_run(workdir, ema=ema, overrides=overrides)
+        trained = loading.from_run(workdir, ema=ema, checkpoint=checkpoint, overrides=overrides)
     else:
         assert weights is not None
         given = [f"model.variant={variant}", *overrides] if variant else overrides
-        trained = loading.from_weights(weights, given)
+        trained = loading.from_weights(weights, given, normalize=normalize)
     names = loading.read_class_names(class_names) if class_names else trained.names
     config = trained.config
     batches = list(_images(trained, "train", calibration)) if format == "tflite_int8" else []
@@ -75,7 +75,12 @@ def _samples(trained: Trained, count: int) -> np.ndarray | None:
 def _images(trained: Trained, split: str, count: int) -> Iterator[np.ndarray]:
     """Yields float32 batches of `count` images, spread over the split, as the model's evaluation sees them."""
     config = trained.config
-    source = inputs.open_source(config, split)
+    try:
+        source = inputs.open_source(config, split)
+    except UserError as error:
+        if split == "train":
+            raise UserError(f"tflite_int8 takes its value ranges from training images, but {error}") from None
+        raise
     crop = "central" if config.data.crop == "inception" else "resize"
     model = trained.model
     images = pipeline.sample_images(source, count, image_size=model.image_size, channels=model.channels, crop=crop)
@@ -87,9 +92,8 @@ def _images(trained: Trained, split: str, count: int) -> Iterator[np.ndarray]:
 def _facts(trained: Trained, workdir: str | os.PathLike[str] | None) -> dict[str, Any]:
     facts: dict[str, Any] = {"Weights": {"from": trained.weights}}
     if workdir is not None:
-        written = pathlib.Path(workdir) / "summary.json"
-        if written.exists():
-            summary = json.loads(written.read_text())
+        summary = run_folder.summary_of(os.fspath(workdir))
+        if summary:
             results = {f"validation {name}": value for name, value in (summary.get("validation") or {}).items()}
             facts["Results"] = {"steps": summary.get("steps"), **results}
         facts["Configuration"] = configs.to_yaml(trained.config)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,19 +84,6 @@ def overlay(image: np.ndarray, attention: np.ndarray) -> np.ndarray:
     return np.round(255 * (0.45 * grey + 0.55 * colours)).astype(np.uint8)
 
 
-def attention_sheet(
-    path: str | os.PathLike[str],
-    images: Sequence[np.ndarray],
-    attentions: np.ndarray,
-    captions: Sequence[str],
-    title: str = "",
-) -> pathlib.Path:
-    """Saves `attention_figure` as a PNG and returns the file."""
-    file = pathlib.Path(path)
-    attention_figure(images, attentions, captions, title).savefig(file, dpi=110)
-    return file
-
-
 def attention_figure(
     images: Sequence[np.ndarray], attentions: np.ndarray, captions: Sequence[str], title: str = ""
 ) -> Any:
@@ -122,7 +107,7 @@ def attention_figure(
         left, right = axes[i // columns, 2 * (i % columns)], axes[i // columns, 2 * (i % columns) + 1]
         left.imshow(image.squeeze(), cmap="gray" if image.shape[-1] == 1 else None)
         right.imshow(overlay(image, attention))
-        left.set_title(caption, fontsize=8, loc="left")
+        left.set_title(caption, fontsize=8, loc="left", parse_math=False)
     if title:
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(title, fontsize=10, parse_math=False)
     return figure
