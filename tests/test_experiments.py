@@ -37,3 +37,10 @@ def test_the_headers_commands_are_understood(file, monkeypatch):
     for command in commands:
         train.main(shlex.split(command.replace("\\\n", " ")))
     assert len(seen) == len(commands)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_step_of_the_experiment_has_its_examples(file):
+    loaded = config.load_config(file, {"data.path": "/data"})
+    if loaded.data.source == "synthetic":  # the only source whose size a file decides
+        assert loaded.training.batch_size <= loaded.data.size
