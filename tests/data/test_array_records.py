@@ -62,6 +62,9 @@ def test_wrong_files_are_one_line_of_error(tmp_path):
     (tmp_path / "a.array_record").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="a.array_record holds no images, or was cut short"):
         from_array_records(tmp_path)
+    (tmp_path / "a.array_record").write_bytes(data[:400] + bytes([data[400] ^ 1]) + data[401:])
+    with pytest.raises(UserError, match="a.array_record is damaged .*hash mismatch.*: copy it again"):
+        from_array_records(tmp_path)
     array_record(tmp_path / "a.array_record", [example(image=picture(0), label=1)])
     with pytest.raises(UserError, match=r'a.array_record#0 has no image .*"image/encoded".*it has image, label'):
         from_array_records(tmp_path)

@@ -92,8 +92,14 @@ def test_wrong_npz_files_are_one_line_of_error(tmp_path):
     with pytest.raises(UserError, match="there is no file"):
         from_npz(tmp_path / "none.npz")
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(UserError, match="not a readable .npz file"):
+    with pytest.raises(UserError, match="text.npz is another format .*hello.*: write images and labels with numpy.sav"):
         from_npz(tmp_path / "text.npz")
+    np.save(tmp_path / "one.npy", IMAGES)
+    with pytest.raises(UserError, match="one.npy is one array alone"):
+        from_npz(tmp_path / "one.npy")
+    (tmp_path / "zip.npz").write_bytes(b"PK\x03\x04hello")
+    with pytest.raises(UserError, match="not a readable .npz file"):
+        from_npz(tmp_path / "zip.npz")
     np.savez(tmp_path / "p.npz", images=np.array([{}], object), labels=LABELS[:1])
     with pytest.raises(UserError, match="not a readable .npz file"):
         from_npz(tmp_path / "p.npz")

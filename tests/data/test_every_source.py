@@ -46,12 +46,9 @@ def _shards(kind, write):
     return make
 
 
-def _tfds(file_format):
-    def make(root):
-        tfds_folder(root, {"train": COUNT, "test": 4}, file_format, count=3)
-        return {"source": "tfds", "path": str(root), "name": "insects"}
-
-    return make
+def _tfds(root):
+    tfds_folder(root, {"train": COUNT, "test": 4}, count=3)
+    return {"source": "tfds", "path": str(root), "name": "insects"}
 
 
 def _manifest(root):
@@ -70,8 +67,7 @@ SOURCES = {
     "folder": _folder,
     "tfrecord": _shards("tfrecord", tfrecord),
     "array_record": _shards("array_record", array_record),
-    "tfds-tfrecord": _tfds("tfrecord"),
-    "tfds-array_record": _tfds("array_record"),
+    "tfds": _tfds,
     "manifest": _manifest,
 }
 

@@ -81,7 +81,7 @@ def test_a_missing_folder(tmp_path):
 
 
 def test_a_share_outside_zero_to_one(tmp_path):
-    with pytest.raises(UserError, match="validation_share is 1"):
+    with pytest.raises(UserError, match="data.validation_fraction is 1"):
         from_folders(tmp_path, validation_share=1)
 
 

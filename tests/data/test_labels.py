@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from vit_tpu.data.arrays import from_arrays
-from vit_tpu.data.labels import check_labels
+from vit_tpu.data.labels import check_labels, tell_unseen
 from vit_tpu.errors import UserError
 
 
@@ -46,6 +46,18 @@ def test_a_row_outside_zero_to_one_names_the_record(bad):
     rows[1, 0] = bad
     with pytest.raises(UserError, match="a/1 has label values"):
         check_labels(_source(rows), 3)
+
+
+def test_classes_without_an_example_are_told(caplog):
+    images = np.zeros((2, 4, 4, 1), np.uint8)
+    with caplog.at_level("WARNING", logger="absl"):
+        tell_unseen(from_arrays(images, np.array([0, 1])))
+        tell_unseen(from_arrays(images, np.array([[1, 0.0], [0.5, 1]])))
+        assert not caplog.text
+        tell_unseen(from_arrays(images, np.array([0, 2]), class_names=["ant", "bee", "cow", "dog"]))
+        tell_unseen(from_arrays(images, np.array([0, 1])), 3)
+    assert "2 of 4 classes have no example: bee, dog" in caplog.text
+    assert "arrays has 2 classes, the head 3: the other outputs never get an example" in caplog.text
 
 
 def test_rows_of_another_width_are_refused():

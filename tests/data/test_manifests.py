@@ -104,7 +104,8 @@ def test_labels_by_number_with_an_offset_or_by_name_from_a_file(root):
 @pytest.mark.parametrize(
     "lines, message",
     [
-        (["image,lable", "images/0.png,1"], r'line 2 has no "label" \(did you mean "lable"\?\); it has image, lable'),
+        (["image,lable", "images/0.png,1"], r'has no column "label" \(did you mean "lable"\?\); it has image, lable'),
+        (["images/0.png,cat", "images/1.png,dog"], 'has no column "image" .*it has images/0.png, cat: .* first line'),
         (["image,label"], "lists no images"),
         (["image,label", "images/0.png,1,2"], "line 2 has 3 fields, the first line names 2"),
         (["image,label", "images/0.png"], "line 2 has 1 fields, the first line names 2"),
@@ -115,7 +116,9 @@ def test_labels_by_number_with_an_offset_or_by_name_from_a_file(root):
         (['{"image": "images/0.png", "label": 1', "x"], "line 1 is not JSON"),
         (['{"image": "images/0.png", "label": 1}', "[1]"], "line 2 is not an object"),
         (['{"image": "images/0.png", "label": 1.5}'], "line 1 has the label 1.5: use a whole number or a class name"),
-        (['{"image": "images/0.png", "label": null}'], 'line 1 has no "label"'),
+        (['{"image": "images/0.png", "label": null}'], "line 1: label is null: give it one"),
+        (['{"image": "images/0.png", "lable": 1}'], r'line 1 has no "label" \(did you mean "lable"\?\)'),
+        (['[{"image": "images/0.png", "label": 1}]'], "is one JSON array: write one object a line"),
         (['{"image": 3, "label": 1}'], "line 1: image is 3, not a path"),
     ],
 )  # fmt: skip
@@ -136,6 +139,34 @@ def test_lists_that_cannot_be_read(root):
         from_manifest(path, train_name="train")
     with pytest.raises(UserError, match="list.csv: the validation split is empty: 2 examples"):
         from_manifest(path, "validation", validation_share=1e-9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffimage,label\r\nimages/0.png,a b\r\nimages/1.png,c\r\n\r\n",
+        "image,label\rimages/0.png,a b\rimages/1.png,c",
+        "image;label\nimages/0.png;a b\nimages/1.png;c\n",
+        'image, label\n"images/0.png", "a b"\nimages/1.png, c\n',
+        '\ufeff{"image": "images/0.png", "label": "a b"}\r\n\r\n{"image": "images/1.png", "label": "c"}\r\n',
+    ],
+    ids=["bom-crlf", "cr", "semicolons", "spaces", "jsonl"],
+)
+def test_lists_as_spreadsheets_write_them(root, text):
+    (root / "list.csv").write_bytes(text.encode())
+    source = from_manifest(root / "list.csv", validation_share=1e-9)
+    assert source.class_names == ("a b", "c") and source.labels.tolist() == [0, 1]
+    assert _ids(source) == ["images/0.png", "images/1.png"]
+
+
+def test_an_image_with_two_labels_or_in_two_splits_is_told(root, caplog):
+    lines = ["image,label,split", "images/0.png,a,train", "images/0.png,a,train", "images/1.png,b,train"]
+    with caplog.at_level("WARNING", logger="absl"):
+        from_manifest(_csv(root, [*lines, "images/2.png,b,val"]))
+        assert not caplog.text
+        from_manifest(_csv(root, [*lines, "images/0.png,b,train", "images/1.png,b,val"]))
+    assert "1 lines list an image again with another label, such as" in caplog.text
+    assert "1 lines list an image again with another split" in caplog.text and "list.csv line 6" in caplog.text
 
 
 def test_lists_and_files_of_other_file_systems(root):

@@ -64,6 +64,16 @@ def test_labels_that_count_from_one_get_the_hint(tmp_path):
     assert inputs.num_classes(config, inputs.open_source(config, "train")) == 4
 
 
+def test_a_label_of_the_validation_data_beyond_the_head_is_refused(tmp_path):
+    """Without data.class_names each file only shows its own labels."""
+    images = np.zeros((4, 6, 6, 3), np.uint8)
+    np.savez(tmp_path / "d.npz", x_train=images, y_train=[0, 1, 2, 1], x_test=images, y_test=[0, 1, 2, 5])
+    config = _config(source="npz", path=str(tmp_path / "d.npz"))
+    head = inputs.num_classes(config, inputs.open_source(config, "train"))
+    with pytest.raises(UserError, match="d/validation/3 has label 5, but the head has 3 classes"):
+        inputs.num_classes(config, inputs.open_source(config, "validation"), head)
+
+
 def test_labels_of_npz_files_count_from_one_too(tmp_path):
     np.savez(tmp_path / "d.npz", x_train=np.zeros((4, 2, 2), np.uint8), y_train=[1, 2, 1, 2],
              x_test=np.zeros((1, 2, 2), np.uint8), y_test=[2])  # fmt: skip

@@ -57,13 +57,12 @@ def _ways(tree):
     return [
         (digits(), {"image_size": 8, **usual}),
         (digits(), {"image_size": (8, 6), "crop": "inception", **everything}),
-        (from_folders(tree), {"image_size": (8, 6), "crop": "inception", **usual}),
-        (from_folders(tree), {"image_size": 8, "channels": 1}),
+        (from_folders(tree), {"image_size": (8, 6), "crop": "inception", "channels": 1, **usual}),
     ]
 
 
-@pytest.mark.parametrize("way", range(4))
-def test_a_batch_is_a_function_of_seed_and_step_for_every_number_of_hosts(tree, way):
+@pytest.mark.parametrize("way", range(3))
+def test_a_batch_is_a_function_of_seed_and_step_for_every_number_of_hosts_and_global_policy(tree, way):
     source, options = _ways(tree)[way]
 
     def read(start, count, **kwargs):
@@ -72,11 +71,17 @@ def test_a_batch_is_a_function_of_seed_and_step_for_every_number_of_hosts(tree, 
         return _take(train_pipeline(source, batch_size=20, start_step=start, **kwargs), count)
 
     whole = read(0, 6)
-    hosts = [read(2, 3, num_hosts=2, host=host) for host in range(2)]  # resumed, too
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        hosts = [read(2, 3, num_hosts=2, host=host) for host in range(2)]  # resumed, too
+    finally:
+        keras.mixed_precision.set_global_policy(before)
     joined = [tuple(np.concatenate(parts) for parts in zip(*halves)) for halves in zip(*hosts)]
     _assert_same(joined, whole[2:5])
-    if way in (0, 2):  # building a pipeline takes seconds
+    if way == 0:  # building the others takes seconds
         _assert_same(read(5, 1), whole[5:])
+        _assert_same(read(0, 1), whole[:1])
         other = read(0, 1, seed=4)
         assert not np.array_equal(other[0][0], whole[0][0])
 
@@ -105,7 +110,7 @@ def test_repeats_give_each_example_that_often_in_its_batch_and_in_all(num_hosts,
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
-@pytest.mark.parametrize("stop", [1, 3, 7])
+@pytest.mark.parametrize("stop", [1, 7])
 def test_interrupted_anywhere_an_epoch_is_every_example_once(num_hosts, stop):
     source, batch_size, seed = _numbered(37), 4, 5
     steps = math.ceil(2 * 37 / batch_size)
@@ -190,18 +195,6 @@ def test_a_keras_model_evaluates_to_the_accuracy_of_numpy():
     assert accuracy == pytest.approx(expected.mean(), abs=1e-6)
 
 
-def test_the_global_policy_changes_no_bit(tree):
-    source, options = _ways(tree)[1]
-    expected = _take(train_pipeline(source, batch_size=4, **options), 2)
-    before = keras.mixed_precision.global_policy()
-    try:
-        for policy in ("mixed_float16",):
-            keras.mixed_precision.set_global_policy(policy)
-            _assert_same(_take(train_pipeline(source, batch_size=4, **options), 2), expected)
-    finally:
-        keras.mixed_precision.set_global_policy(before)
-
-
 def test_mixup_rows_are_shares_of_two_classes():
     dataset = train_pipeline(_numbered(8), batch_size=4, image_size=4, mixup=1.0, label_format="onehot")
     plain = train_pipeline(_numbered(8), batch_size=4, image_size=4, label_format="onehot")
@@ -275,6 +268,33 @@ def test_a_broken_record_is_named_and_its_place_taken(damaged):
     assert not np.array_equal(images[4], images[5])
 
 
+def test_stand_ins_for_broken_records_are_the_same_for_every_number_of_hosts(damaged, tmp_path):
+    """Also where a host's whole part is broken, and where the partner that mixup takes from the host before is."""
+    for name in "467":  # 5 is cut short already: read in order, the second of two hosts has nothing
+        (tmp_path / "train" / "a" / name).write_bytes(b"")
+    options = {"batch_size": 8, "image_size": 8, "shuffle": False, "shift": 2, "label_format": "onehot", "mixup": 1.0}
+
+    def read(num_hosts, host=0):
+        broken = BrokenRecords(4)
+        return _take(train_pipeline(damaged, broken=broken, num_hosts=num_hosts, host=host, **options), 2), broken
+
+    whole, broken = read(1)
+    assert sorted(broken.reasons) == ["a/4", "a/5", "a/6", "a/7"]
+    np.testing.assert_array_equal(whole[0][0][5], whole[0][0][6])
+    hosts = [read(2, host)[0] for host in range(2)]
+    _assert_same([tuple(np.concatenate(parts) for parts in zip(*batches)) for batches in zip(*hosts)], whole)
+
+
+def test_a_batch_without_one_readable_record_stops_with_the_list(damaged, tmp_path):
+    for file in (tmp_path / "train" / "a").iterdir():
+        file.write_bytes(b"")
+    broken = BrokenRecords(1000)
+    with pytest.raises(tf.errors.OpError):
+        _take(train_pipeline(damaged, batch_size=2, image_size=8, broken=broken), 1)
+    with pytest.raises(UserError, match=r"no record of a batch could be read: a/. \(the file is empty\).*larger batch"):
+        broken.check()
+
+
 def test_a_broken_record_has_no_weight_in_evaluation(damaged):
     broken = BrokenRecords(1)
     dataset = eval_pipeline(damaged, batch_size=3, image_size=8, broken=broken)
@@ -302,7 +322,7 @@ def test_a_file_that_vanished_is_a_broken_record(tmp_path):
     (tmp_path / "train" / "a" / "2").unlink()
     broken = BrokenRecords(1)
     _take(train_pipeline(source, batch_size=2, image_size=4, broken=broken), 1)
-    assert "cannot be read" in broken.reasons["a/2"]
+    assert broken.reasons["a/2"] == f"it cannot be read ({tmp_path}/train/a/2; No such file or directory)"
 
 
 @pytest.mark.parametrize(
@@ -330,9 +350,8 @@ def test_wrong_options_are_one_line_of_error(options, message):
 
 
 def test_two_replicas_get_the_batch_in_equal_parts(tree, mirrored):
-    for source in (digits(), from_folders(tree)):
-        dataset = train_pipeline(source, batch_size=8, image_size=8)
-        spread = next(iter(mirrored.experimental_distribute_dataset(dataset)))
-        parts = mirrored.experimental_local_results(spread[0])
-        assert [part.shape[0] for part in parts] == [4, 4]
-        np.testing.assert_array_equal(np.concatenate(parts), _take(dataset, 1)[0][0])
+    dataset = train_pipeline(from_folders(tree), batch_size=8, image_size=8)
+    spread = next(iter(mirrored.experimental_distribute_dataset(dataset)))
+    parts = mirrored.experimental_local_results(spread[0])
+    assert [part.shape[0] for part in parts] == [4, 4]
+    np.testing.assert_array_equal(np.concatenate(parts), _take(dataset, 1)[0][0])

@@ -59,6 +59,16 @@ def test_parts_of_splits_and_a_hashed_validation(root, tmp_path):
     assert "by hash" in parts[1].name
 
 
+def test_splits_that_share_records_are_told(tmp_path, caplog):
+    root = tfds_folder(tmp_path, {"train": 9, "test": 3}, count=3)
+    with caplog.at_level("WARNING", logger="absl"):
+        from_tfds(root, None, "validation", train_name="train[:6]", validation_name="train[6:]+test")
+        from_tfds(root, None, "validation")
+        assert not caplog.text
+        from_tfds(root, None, "validation", train_name="train[:6]", validation_name="train[5:]")
+    assert "train[:6] and train[5:] share records" in caplog.text
+
+
 def test_the_newest_version_and_an_only_configuration_are_found(tmp_path):
     folder = tfds_folder(tmp_path, {"train": 3, "test": 3})
     info = json.loads((folder / "dataset_info.json").read_text())

@@ -137,6 +137,13 @@ def test_a_placeholder_finds_both_splits(folder):
         from_tfrecords(path, "validation", validation_name="dev")
 
 
+def test_a_shard_that_lies_there_twice_is_refused(folder):
+    (folder / "train-00001-of-00003.bak").write_bytes((folder / "train-00001-of-00003").read_bytes())
+    for path in (folder, f"{folder}/train-*"):
+        with pytest.raises(UserError, match="train-00001-of-00003 and .*train-00001-of-00003.bak are the same shard"):
+            from_tfrecords(path)
+
+
 def test_a_missing_shard_is_named(folder):
     (folder / "train-00001-of-00003").unlink()
     with pytest.raises(UserError, match="2 of 3 shards train-.*-00001-of-00003 is missing"):

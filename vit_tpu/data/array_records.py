@@ -117,8 +117,11 @@ class _Files:
 
     def block(self, number: int, first: int, size: int) -> list[bytes]:
         reader, lock = self._reader(number)
-        with lock:
-            return reader.read(first, min(first + size, reader.num_records()))
+        try:
+            with lock:
+                return reader.read(first, min(first + size, reader.num_records()))
+        except Exception as error:  # pybind turns every C++ status into some exception
+            raise UserError(f"{self.paths[number]} is damaged ({why(error)}): copy it again") from None
 
     def read(self, number: int, position: int) -> bytes:
         reader, lock = self._reader(number)

@@ -131,6 +131,11 @@ def from_npz(
     if not tf.io.gfile.exists(path):
         raise UserError(f"there is no file {path}: check the path")
     try:
+        with tf.io.gfile.GFile(path, "rb") as file:
+            start = file.read(6)
+        if not start.startswith(b"PK"):  # numpy would call it pickled
+            what = "one array alone (.npy)" if start == b"\x93NUMPY" else f"another format (it starts with {start!r})"
+            raise UserError(f"{path} is {what}: write images and labels with numpy.savez")
         with tf.io.gfile.GFile(path, "rb") as file, np.load(file, allow_pickle=False) as loaded:
             own = _pair(loaded.files, _SPLIT_KEYS["validation"])
             chosen = own if split == "validation" and own else _pair(loaded.files, _SPLIT_KEYS["train"] + _PLAIN_KEYS)

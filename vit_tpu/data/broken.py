@@ -36,21 +36,30 @@ class BrokenRecords:
                 self.reasons[record] = reason
                 logging.warning("Skipped %s: %s.", record, reason)
             if len(self.reasons) > self.budget:
-                listed = "; ".join(f"{key} ({why})" for key, why in list(self.reasons.items())[:20])
                 self.failure = UserError(
-                    f"{len(self.reasons)} unreadable records, {self.budget} allowed: {listed}: "
+                    f"{len(self.reasons)} unreadable records, {self.budget} allowed: {self._listed()}: "
                     "repair or remove them (data.max_broken allows some in training, evaluation none)"
                 )
                 raise self.failure
+
+    def stop(self) -> None:
+        """Raises the UserError for a batch without one readable record, however large the budget."""
+        with self._lock:
+            self.failure = UserError(
+                f"no record of a batch could be read: {self._listed()}: repair or remove them, or use a larger batch"
+            )
+            raise self.failure
+
+    def _listed(self) -> str:
+        more = f"; and {len(self.reasons) - 20} more" if len(self.reasons) > 20 else ""
+        return "; ".join(f"{key} ({why})" for key, why in list(self.reasons.items())[:20]) + more
 
     def report(self) -> str:
         """Returns one line that names the skipped records (the first twenty) and why, or an empty text."""
         with self._lock:
             if not self.reasons:
                 return ""
-            listed = "; ".join(f"{key} ({why})" for key, why in list(self.reasons.items())[:20])
-            more = f"; and {len(self.reasons) - 20} more" if len(self.reasons) > 20 else ""
-            return f"{len(self.reasons)} unreadable records were skipped: {listed}{more}"
+            return f"{len(self.reasons)} unreadable records were skipped: {self._listed()}"
 
     def check(self) -> None:
         """Raises the UserError if the budget was exceeded."""

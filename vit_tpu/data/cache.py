@@ -90,13 +90,14 @@ def files_in_memory(source: Source) -> Source:
         read_all = tf.data.Dataset.range(count).map(read, num_parallel_calls=tf.data.AUTOTUNE).batch(count)
         files, there = read_all.get_single_element()
         labels = tf.constant(source.labels)
+        ids = tf.constant([source.name_of(i) for i in range(count)])
 
     def get(index: tf.Tensor) -> dict[str, tf.Tensor]:
         image = tf.cond(tf.gather(there, index), lambda: tf.gather(files, index), lambda: source.get(index)["image"])
         return {
             "image": tf.ensure_shape(image, []),
             "label": tf.gather(labels, index),
-            "id": tf.strings.join([source.name, "/", tf.strings.as_string(index)]),
+            "id": tf.gather(ids, index),
         }
 
     return dataclasses.replace(source, get=get)

@@ -59,12 +59,13 @@ def from_folders(root: str | os.PathLike[str], split: str = "train", *, validati
             files = [f for f, v in zip(files, in_validation) if v == (split == "validation")]
             if not files and split == "train":
                 raise UserError(
-                    f"class folder {base}/{name} leaves no image for training: add some or lower validation_share"
+                    f"class folder {base}/{name} leaves no image for training: "
+                    "add some or lower data.validation_fraction"
                 )
         paths += [f"{name}/{file}" for file in files]
         labels += [label] * len(files)
     if not paths:
-        raise UserError(f"{base}: the {split} split is empty: add images or raise validation_share")
+        raise UserError(f"{base}: the {split} split is empty: add images or raise data.validation_fraction")
     return _source(base, paths, labels, classes)
 
 

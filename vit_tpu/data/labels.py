@@ -40,11 +40,6 @@ def check_labels(source: Source, num_classes: int) -> None:
             f"{source.name} has {source.num_classes} classes, but the head has {num_classes}: "
             f"set num_classes={source.num_classes}"
         )
-    if source.num_classes < num_classes:
-        logging.warning(
-            "%s has %d classes, the head %d: the other outputs never get an example.",
-            source.name, source.num_classes, num_classes,
-        )  # fmt: skip
 
 
 def check_start(source: Source) -> None:
@@ -64,6 +59,24 @@ def check_start(source: Source) -> None:
         f"{source.name}: labels run from {low} to {high} and none is 0: set data.label_offset={-low}, or "
         f"model.num_classes={high + 1} if class 0 is to stay without examples"
     )
+
+
+def tell_unseen(source: Source, num_classes: int | None = None) -> None:
+    """Warns of classes, or outputs of a head of `num_classes`, without an example: they only learn to be wrong."""
+    labels = source.labels
+    used = np.flatnonzero(labels.any(axis=0)) if labels.ndim == 2 else np.unique(labels)
+    seen = np.isin(np.arange(source.num_classes), used)
+    unseen = [name for name, there in zip(source.class_names, seen) if not there]
+    if unseen:
+        logging.warning(
+            "%s: %d of %d classes have no example: %s%s", source.name, len(unseen), source.num_classes,
+            ", ".join(unseen[:5]), ", ..." if len(unseen) > 5 else "",
+        )  # fmt: skip
+    if num_classes and num_classes > source.num_classes:
+        logging.warning(
+            "%s has %d classes, the head %d: the other outputs never get an example", source.name, source.num_classes,
+            num_classes,
+        )  # fmt: skip
 
 
 def cure(low: int, high: int, num_classes: int, otherwise: str) -> str:

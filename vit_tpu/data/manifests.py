@@ -66,6 +66,7 @@ def from_manifest(
             chosen_split, hashed = splits.choose(found, split, train_name, validation_name, pattern)
         elif train_name or validation_name:
             raise UserError(f"{pattern} has no split column: leave data.split and data.validation_split out")
+    _tell_listed_twice(rows, pattern)
     labels, classes = class_names.number(
         [row["label"] for row in rows], name=pattern, name_of=lambda i: rows[i]["where"], names=names,
         multi_label=multi_label, offset=label_offset,
@@ -82,6 +83,19 @@ def from_manifest(
         title = f"{pattern}/{chosen_split}"
     source = _source(title, [rows[i] for i in kept], labels[kept], classes)
     return splits.by_hash(source, split, validation_share) if hashed else source
+
+
+def _tell_listed_twice(rows: list[dict[str, Any]], path: str) -> None:
+    """Warns of images that one line calls a cat and another a dog, or that are in training and validation."""
+    first: dict[str, dict[str, Any]] = {}
+    for key in ("label", "split"):
+        twice = [row for row in rows if row[key] != first.setdefault(row["path"], row)[key]]
+        if twice:
+            other = first[twice[0]["path"]]["where"]
+            logging.warning(
+                "%s: %d lines list an image again with another %s, such as %s and %s.",
+                path, len(twice), key, other, twice[0]["where"],
+            )  # fmt: skip
 
 
 def _source(name: str, rows: list[dict[str, Any]], labels: np.ndarray, classes: tuple[str, ...]) -> Source:
@@ -120,6 +134,8 @@ def _rows(path: str, image_key: str, label_key: str, multi_label: bool) -> list[
         raise UserError(f"the list {path} cannot be read ({why(error)}): check data.path") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8: data.source=manifest reads CSV or JSONL") from None
+    if text.lstrip().startswith("["):
+        raise UserError(f"{path} is one JSON array: write one object a line (JSONL)")
     is_json = text.lstrip().startswith("{")
     entries = _json_lines(text, path) if is_json else _csv_lines(text, path)
     folder = path.rpartition("/")[0] or "."
@@ -128,11 +144,17 @@ def _rows(path: str, image_key: str, label_key: str, multi_label: bool) -> list[
     for number, entry in entries:
         where = f"{path} line {number}"
         for key, option in ((image_key, "image"), (label_key, "label")):
-            if entry.get(key) is None:
+            if key not in entry:
+                if is_json:
+                    where, cure = f"{where} has no", "or write the line again"
+                else:
+                    where, cure = f"{path} has no column", "or name the columns in the first line"
                 raise UserError(
-                    f'{where} has no "{key}"{nearest(key, entry)}; it has {", ".join(map(str, entry)) or "nothing"}: '
-                    f"set data.{option}_key, or write the line again"
+                    f'{where} "{key}"{nearest(key, entry)}; it has {", ".join(map(str, entry)) or "nothing"}: '
+                    f"set data.{option}_key, {cure}"
                 )
+            if entry[key] is None:
+                raise UserError(f"{where}: {key} is null: give it one, or take the line out")
         image, label = entry[image_key], entry[label_key]
         if not isinstance(image, str) or not image:
             raise UserError(f"{where}: {image_key} is {image!r}, not a path")
@@ -157,8 +179,12 @@ def _rows(path: str, image_key: str, label_key: str, multi_label: bool) -> list[
 
 
 def _csv_lines(text: str, path: str) -> list[tuple[int, dict[str, Any]]]:
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # a spreadsheet may end lines with either
     first = text.partition("\n")[0]
-    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if "\t" in first else ",", strict=True)
+    # A spreadsheet writes semicolons where the comma is the decimal sign.
+    delimiter = "\t" if "\t" in first else ";" if ";" in first and "," not in first else ","
+    # Without skipinitialspace the quotes in `a.jpg, "cat"` would be part of the name.
+    reader = csv.DictReader(io.StringIO(text), delimiter=delimiter, strict=True, skipinitialspace=True)
     found = []
     try:
         for row in reader:

@@ -80,7 +80,7 @@ def train_pipeline(
       deterministic: False lets batches that are ready early overtake others, for speed.
       decode: how files become pixels.
       broken: collects unreadable records; default: with a budget of a thousandth of the records.
-        In an unreadable record's place stands the next readable one of its batch.
+        In an unreadable record's place stands the next readable one of its global batch.
       services: addresses of processes that read and decode in place of this one, see `service`.
 
     Returns:
@@ -120,13 +120,14 @@ def train_pipeline(
 
     vary = None if short else variation.of_one(plan, size)
     read = records.make_reader(source, size, channels, decode or Decode(), _checked_crop(crop), crop_area, vary)
+    tries = None if short else records.attempts(source, read, (*size, channels))
 
     def load(first: int, stride: int) -> tf.data.Dataset:
         """(step, its records[, the record before them]) for the steps first, first + stride, ..."""
 
         def part(positions: Callable[[tf.Tensor], tf.Tensor], count: int) -> tf.data.Dataset:
             return _load(source, lambda parts: tf.data.Dataset.counter(),
-                         lambda number: find(positions(first + number * stride)), count, read, short,
+                         lambda number: find(positions(first + number * stride)), count, tries,
                          (*size, channels))  # fmt: skip
 
         parts = [tf.data.Dataset.counter(first, stride), part(own_positions, share)]
@@ -136,12 +137,17 @@ def train_pipeline(
             parts.append(part(position_before, 1))
         return tf.data.Dataset.zip(tuple(parts))
 
-    def reported(batch: records.Tensors) -> records.Tensors:
-        if not source.encoded:
+    def others(position: tf.Tensor) -> records.Tensors:
+        first = position // batch_size * batch_size
+        return find(first + (position - first + tf.range(1, batch_size, dtype=tf.int64)) % batch_size)
+
+    def mended(batch: records.Tensors, positions: tf.Tensor) -> records.Tensors:
+        if not source.encoded or tries is None:
             return batch
         if services:  # what TensorFlow alone could not decode there is tried here
-            batch = records.read_again(batch, source, read)
-        return records.report_broken(batch, source, broken)
+            batch = records.read_again(batch, tries)
+        batch = records.report_broken(batch, source, broken)
+        return records.replace_broken(batch, positions, others, tries, broken)
 
     def finished(batch: records.Tensors) -> tuple[tf.Tensor, tf.Tensor]:
         images, labels = batch["image"], batch["label"]
@@ -154,15 +160,12 @@ def train_pipeline(
     def finish(
         step: tf.Tensor, batch: records.Tensors, before: records.Tensors | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        batch = reported(batch)
-        images, labels = finished(records.replace_broken(batch) if source.encoded else batch)
+        images, labels = finished(mended(batch, own_positions(step)))
         if mixup or cutmix:
             pair = None
             if before is not None:
-                before = reported(before)
-                image, label = finished(before)
-                ok = before["ok"][0]
-                pair = tf.where(ok, image[0], images[0]), tf.where(ok, label[0], labels[0])
+                image, label = finished(mended(before, position_before(step)))
+                pair = image[0], label[0]
             images, labels = mixing.mix(images, labels, keys.make_key(seed, _MIXUP, step), mixup, cutmix, pair)
         images = tf.ensure_shape(images, [share, *size, channels])
         return images, tf.ensure_shape(labels, [share, width] if rows else [share])
@@ -231,7 +234,8 @@ def eval_pipeline(
         return images, labels, tf.ensure_shape(weight, [share])
 
     read = records.make_reader(source, size, channels, decode or Decode(), _checked_crop(crop))
-    dataset = _load(source, lambda parts: tf.data.Dataset.range(num_steps * parts), find, share, read, short,
+    tries = None if short else records.attempts(source, read, (*size, channels))
+    dataset = _load(source, lambda parts: tf.data.Dataset.range(num_steps * parts), find, share, tries,
                     (*size, channels))  # fmt: skip
     dataset = dataset.map(finish, num_parallel_calls=tf.data.AUTOTUNE)
     return _with_options(dataset, deterministic=True).prefetch(tf.data.AUTOTUNE)
@@ -242,16 +246,15 @@ def _load(
     steps: Callable[[int], tf.data.Dataset],
     find: Callable[[tf.Tensor], records.Tensors],
     count: int,
-    read: records.Reader,
-    short: bool,
+    tries: records.Attempts | None,
     shape: tuple[int, int, int],
 ) -> tf.data.Dataset:
-    """Picks the short or the long way.
+    """Takes the long way by `tries`, or the short one.
 
     steps(k) gives the numbers of steps from 0 when each is read in k parts; find(number of the
     step) its `count` records.
     """
-    if short:
+    if tries is None:
         return records.load_from_memory(source, steps(1), find, shape[:2], shape[2])
     chunk = records.chunk_size(count)
     parts = count // chunk
@@ -260,7 +263,7 @@ def _load(
         first = number % parts * chunk
         return {name: value[first : first + chunk] for name, value in find(number // parts).items()}
 
-    return records.try_records(source, steps(parts), find_chunk, read, chunk, parts, shape)
+    return records.try_records(steps(parts), find_chunk, tries, chunk, parts)
 
 
 def _is_short(source: Source, crop: str, plan: Variation) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -10,13 +11,26 @@ import tensorflow as tf
 from vit_tpu.data import augment, formats, keys, preprocess
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode, decode_image, decode_window
-from vit_tpu.data.source import Source
+from vit_tpu.data.source import Source, why
 from vit_tpu.errors import UserError
 
 Tensors = dict[str, tf.Tensor]
 # (encoded file or uint8 image, uint64 key) -> uint8 [H, W, C]
 Reader = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _LONGEST_CHUNK = 8
+_RECORD = ("image", "label", "ok")
+
+
+class Attempts(NamedTuple):
+    """Two functions (index int64, key uint64) -> {"image", "label", "ok"}, for use inside a dataset.
+
+    Attributes:
+      plainly: fails where the record cannot be read.
+      safely: gives black and "ok" False instead.
+    """
+
+    plainly: Callable[[tf.Tensor, tf.Tensor], Tensors]
+    safely: Callable[[tf.Tensor, tf.Tensor], Tensors]
 
 
 def make_reader(
@@ -108,18 +122,16 @@ def load_records(
       broken: gets the records that cannot be read; they come out black with "ok" False.
       shape: (H, W, C) that `read` gives.
     """
-    loaded = try_records(source, chunks, find, read, chunk, chunks_per_step, shape)
+    loaded = try_records(chunks, find, attempts(source, read, shape), chunk, chunks_per_step)
     return loaded.map(lambda batch: report_broken(batch, source, broken), num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def try_records(
-    source: Source,
     chunks: tf.data.Dataset,
     find: Callable[[tf.Tensor], Tensors],
-    read: Reader,
+    tries: Attempts,
     chunk: int,
     chunks_per_step: int,
-    shape: tuple[int, int, int],
 ) -> tf.data.Dataset:
     """Does what `load_records` does but for the report, in TensorFlow's operations alone.
 
@@ -128,17 +140,16 @@ def try_records(
     whole chunk is tried first; only when that fails is each of its records tried alone, and the
     ones that fail come out black with "ok" False.
     """
-    read_one, read_safely = _readers(source, read, shape)
 
     def read_chunk(index: tf.Tensor, key: tf.Tensor) -> Tensors:
         records = tf.data.Dataset.from_tensor_slices((index, key))
-        return records.map(read_one).batch(chunk, drop_remainder=True).get_single_element()
+        return records.map(tries.plainly).batch(chunk, drop_remainder=True).get_single_element()
 
     def load(number: tf.Tensor) -> Tensors:
         found = find(number)
         one = tf.data.Dataset.from_tensors((found["index"], found["key"]))
         tried = one.map(read_chunk).ignore_errors()
-        each = one.unbatch().map(read_safely).batch(chunk, drop_remainder=True)
+        each = one.unbatch().map(tries.safely).batch(chunk, drop_remainder=True)
         return found | tried.concatenate(each).take(1).get_single_element()
 
     def join(parts: Tensors) -> Tensors:
@@ -150,11 +161,11 @@ def try_records(
     return loaded.batch(chunks_per_step, drop_remainder=True).map(join)
 
 
-def _readers(source: Source, read: Reader, shape: tuple[int, int, int]) -> tuple[Callable, Callable]:
-    """Returns two functions (index, key) -> record: one that fails, one that gives black and "ok" False instead."""
+def attempts(source: Source, read: Reader, shape: tuple[int, int, int]) -> Attempts:
+    """Returns the ways to read a record of `source`; shape (H, W, C) is what `read` gives."""
     scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.uint64)
 
-    @tf.function(input_signature=scalar, autograph=False)  # traced once for its two uses
+    @tf.function(input_signature=scalar, autograph=False)  # traced once for all its uses
     def read_one(index: tf.Tensor, key: tf.Tensor) -> Tensors:
         record = source.get(index)
         image = read(record["image"], key)
@@ -170,23 +181,30 @@ def _readers(source: Source, read: Reader, shape: tuple[int, int, int]) -> tuple
         one = tf.data.Dataset.from_tensors((index, key))
         return one.map(read_one).ignore_errors().concatenate(one.map(black)).take(1).get_single_element()
 
-    return read_one, read_safely
+    return Attempts(read_one, read_safely)
 
 
-def read_again(batch: Tensors, source: Source, read: Reader) -> Tensors:
+def read_again(batch: Tensors, tries: Attempts) -> Tensors:
     """Reads the records of a batch that are not "ok" once more, here: what another process could not read."""
-    shape = batch["image"].shape
-    _, read_safely = _readers(source, read, tuple(shape[1:]))
 
-    def again() -> Tensors:
-        where = tf.where(~batch["ok"])
-        bad = tf.data.Dataset.from_tensor_slices(tuple(tf.gather_nd(batch[name], where) for name in ("index", "key")))
-        found = bad.map(read_safely).batch(shape[0]).get_single_element()
-        return {name: tf.tensor_scatter_nd_update(batch[name], where, value) for name, value in found.items()}
+    def again(bad: tf.Tensor) -> tf.data.Dataset:
+        found = tuple(tf.gather(batch[name], bad) for name in ("index", "key"))
+        return tf.data.Dataset.from_tensor_slices(found).map(tries.safely)
 
-    kept = {name: batch[name] for name in ("image", "label", "ok")}
-    read_now = tf.cond(tf.reduce_all(batch["ok"]), lambda: kept, again)
-    return batch | {name: tf.ensure_shape(value, batch[name].shape) for name, value in read_now.items()}
+    return _where_not_ok(batch, again)
+
+
+def _where_not_ok(batch: Tensors, make: Callable[[tf.Tensor], tf.data.Dataset]) -> Tensors:
+    """Returns the batch with what `make` (places int64 [k] -> k records) gives in place of those not "ok"."""
+
+    def made() -> Tensors:
+        bad = tf.where(~batch["ok"])
+        found = make(bad[:, 0]).batch(batch["ok"].shape[0]).get_single_element()
+        return {name: tf.tensor_scatter_nd_update(batch[name], bad, value) for name, value in found.items()}
+
+    kept = {name: batch[name] for name in _RECORD}
+    new = tf.cond(tf.reduce_all(batch["ok"]), lambda: kept, made)
+    return batch | {name: tf.ensure_shape(value, batch[name].shape) for name, value in new.items()}
 
 
 def choose_channels(source: Source, channels: int | None) -> int:
@@ -216,21 +234,44 @@ def report_broken(batch: Tensors, source: Source, broken: BrokenRecords) -> Tens
     return batch | {"ok": tf.ensure_shape(ok, batch["ok"].shape)}
 
 
-def replace_broken(batch: Tensors) -> Tensors:
-    """Gives the place of each record that is not "ok" to the next one that is, within the batch."""
+def replace_broken(
+    batch: Tensors,
+    positions: tf.Tensor,
+    others: Callable[[tf.Tensor], Tensors],
+    tries: Attempts,
+    broken: BrokenRecords,
+) -> Tensors:
+    """Gives the place of each record that is not "ok" to the next readable one of the global batch.
 
-    def fill() -> tuple[tf.Tensor, tf.Tensor]:
-        count = tf.shape(batch["ok"])[0]
-        onwards = (tf.range(count)[:, None] + tf.range(count)[None]) % count
-        ahead = tf.argmax(tf.cast(tf.gather(batch["ok"], onwards), tf.int32), axis=1)
-        chosen = (tf.range(count, dtype=tf.int64) + ahead) % tf.cast(count, tf.int64)
-        some = tf.debugging.Assert(tf.reduce_any(batch["ok"]), ["no record of the batch could be read"])
-        with tf.control_dependencies([some]):
-            return tf.gather(batch["image"], chosen), tf.gather(batch["label"], chosen)
+    That one may belong to another host: it is read here once more, so the batches are the same for every number of
+    hosts. Broken records are few.
 
-    image, label = tf.cond(tf.reduce_all(batch["ok"]), lambda: (batch["image"], batch["label"]), fill)
-    image = tf.ensure_shape(image, batch["image"].shape)
-    return batch | {"image": image, "label": tf.ensure_shape(label, batch["label"].shape)}
+    Args:
+      batch: this host's part, from `try_records`.
+      positions: int64 [b], where its records stand in the stream.
+      others: position -> {"index", "key"} of the other records of its global batch, the next one first, round in a
+        circle.
+      broken: stops with a readable message where no record of the global batch can be read.
+    """
+
+    def stand_in(position: tf.Tensor) -> tf.data.Dataset:
+        found = others(position)
+        readable = tf.data.Dataset.from_tensor_slices((found["index"], found["key"])).map(tries.plainly).ignore_errors()
+        none = {name: tf.zeros(value.shape[1:], value.dtype) for name, value in batch.items() if name in _RECORD}
+        return readable.concatenate(tf.data.Dataset.from_tensors(none)).take(1)
+
+    def replaced(bad: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(tf.gather(positions, bad)).flat_map(stand_in)
+
+    batch = _where_not_ok(batch, replaced)
+
+    def stop() -> tf.Tensor:
+        done = tf.numpy_function(broken.stop, [], tf.bool)
+        with tf.control_dependencies([done]):
+            return tf.identity(batch["image"])
+
+    image = tf.cond(tf.reduce_all(batch["ok"]), lambda: batch["image"], stop)
+    return batch | {"image": tf.ensure_shape(image, batch["image"].shape)}
 
 
 def _report(source: Source, indices: np.ndarray, broken: BrokenRecords) -> np.bool_:
@@ -239,6 +280,6 @@ def _report(source: Source, indices: np.ndarray, broken: BrokenRecords) -> np.bo
             image = source.get(tf.constant(index, tf.int64))["image"].numpy()
             reason = formats.explain(image, Decode().max_pixels)
         except (tf.errors.OpError, AttributeError) as error:
-            reason = f"it cannot be read ({str(error).splitlines()[0]})"
+            reason = f"it cannot be read ({why(error)})"
         broken.add(source.name_of(int(index)), reason)
     return np.bool_(True)

@@ -92,14 +92,16 @@ def _complete(files: list[str], where: str, strict: bool) -> tuple[str, ...]:
     compressed = [file for file in files if file.endswith(_COMPRESSED)]
     if compressed:
         raise UserError(f"{compressed[0]} {COMPRESSED}")
-    families: dict[tuple[str, int], set[int]] = {}
+    families: dict[tuple[str, int], dict[int, str]] = {}
     for file in files:
         match = _OF.search(file)
         if match:
             family = file[: match.start()], int(match.group(2))
-            families.setdefault(family, set()).add(int(match.group(1)))
+            other = families.setdefault(family, {}).setdefault(int(match.group(1)), file)
+            if other != file:
+                raise UserError(f"{other} and {file} are the same shard: remove one, or its records would count twice")
     for (stem, count), numbers in families.items():
-        missing = sorted(set(range(count)) - numbers)
+        missing = sorted(set(range(count)) - set(numbers))
         if missing and strict:
             raise UserError(
                 f"{where} has {count - len(missing)} of {count} shards {stem.rpartition('/')[2]}-*: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,4 +46,5 @@ class Source:
 def why(error: Exception) -> str:
     """Returns on one line what the operating system, TensorFlow or a library says went wrong."""
     text = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
+    text = re.sub(r"\{\{function_node .*?\}\}|\[Op:\w+\]( name:)?", "", str(text))  # TensorFlow's inner names
     return " ".join(str(text).split())[:300] or type(error).__name__

@@ -21,7 +21,7 @@ def check_split(split: str, share: float = 0.1) -> None:
     if split not in ("train", "validation"):
         raise UserError(f'unknown split "{split}": use train or validation')
     if not 0 < share < 1:
-        raise UserError(f"validation_share is {share}: use a number between 0 and 1")
+        raise UserError(f"data.validation_fraction is {share}: use a number between 0 and 1")
 
 
 def choose(found: set[str], split: str, train: str | None, validation: str | None, where: str) -> tuple[str, bool]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from vit_tpu.data import array_records, examples, splits, tfrecords
 from vit_tpu.data.examples import Keys
@@ -58,6 +59,10 @@ def from_tfds(
     title = info.full_name
     name, hashed = _split_name(info, split, train_name, validation_name, title)
     parts = _instructions(info, name, title, folder)
+    if split == "validation" and not hashed:
+        trained_on = _split_name(info, "train", train_name, validation_name, title)[0]
+        if _overlap(parts, _instructions(info, trained_on, title, folder)):
+            logging.warning("%s: %s and %s share records: the model has seen them in training", title, trained_on, name)
     known = _class_names(features)
     if known and names and len(known) != len(names):
         raise UserError(
@@ -196,6 +201,18 @@ def _instructions(info: Any, name: str, title: str, folder: str) -> list[tuple[s
     if missing:
         raise UserError(f"{missing} is missing: prepare the dataset again, or copy the rest of it")
     return parts
+
+
+def _overlap(ours: list[tuple[str, int, int]], theirs: list[tuple[str, int, int]]) -> bool:
+    """Tells whether two splits have a record in common."""
+    spans: dict[str, list[tuple[int, float]]] = {}
+    for path, skip, take in theirs:
+        spans.setdefault(path, []).append((skip, skip + take if take >= 0 else np.inf))
+    return any(
+        max(skip, first) < min(skip + take if take >= 0 else np.inf, end)
+        for path, skip, take in ours
+        for first, end in spans.get(path, ())
+    )
 
 
 def _positions(shard: np.ndarray, paths: tuple[str, ...], parts: list[tuple[str, int, int]], title: str) -> np.ndarray:

@@ -42,8 +42,10 @@ def open_source(config: Config, split: str) -> Source:
     source = _open(config, split, names)
     if names is not None and data.class_names:
         source = class_names.apply(source, names, data.class_names)
-    if split == "train" and config.model.num_classes is None:
-        labels.check_start(source)
+    if split == "train":
+        if config.model.num_classes is None:
+            labels.check_start(source)
+        labels.tell_unseen(source, config.model.num_classes)
     return source
 
 
@@ -105,9 +107,16 @@ def ready(config: Config, source: Source, broken: BrokenRecords) -> Source:
     return held
 
 
-def num_classes(config: Config, source: Source) -> int:
-    """Returns the size of the head: the config's, or as many as the data has; every label is checked against it."""
-    classes = config.model.num_classes or source.num_classes
+def num_classes(config: Config, source: Source, head: int | None = None) -> int:
+    """Returns the size of the head: `head`, the config's, or as many as the data has.
+
+    Every label is checked against it: give the training data's number as `head` for the validation data, whose labels
+    may run further.
+
+    Raises:
+      UserError: a label that does not fit, naming its record.
+    """
+    classes = head or config.model.num_classes or source.num_classes
     labels.check_labels(source, classes)
     return classes
 
