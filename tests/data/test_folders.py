@@ -90,3 +90,20 @@ def test_labels_follow_the_files(tmp_path):
     source = from_folders(tmp_path)
     expected = [source.class_names.index(name[0]) for name in _names(source)]
     np.testing.assert_array_equal(source.labels, expected)
+
+
+def test_pipes_are_no_images_and_links_are(tmp_path):
+    import os
+
+    for name in ("a", "b"):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        for i in range(30):
+            (tmp_path / name / "deep" / f"{i}.png").write_bytes(b"x")
+        os.mkfifo(tmp_path / name / "pipe.png")
+        os.symlink(tmp_path / name / "deep" / "0.png", tmp_path / name / "link.png")
+        os.symlink(tmp_path / "gone.png", tmp_path / name / "dangling.png")  # reported when it is read
+        os.symlink(tmp_path / name / "deep", tmp_path / name / "again")  # not followed, as before
+    found = from_folders(tmp_path, "train", validation_share=1e-9)
+    ids = [found.name_of(i) for i in range(found.num_examples)]
+    assert len(ids) == 2 * 32 and {"a/link.png", "a/dangling.png", "b/deep/7.png"} <= set(ids)
+    assert not any("pipe" in name or "again" in name for name in ids)

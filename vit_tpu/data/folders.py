@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import tensorflow as tf
@@ -121,13 +122,32 @@ def _files(folder: str) -> list[str]:
     def stop(error: Exception) -> None:  # without this, both walks step over what they may not read
         raise _unreadable(getattr(error, "filename", None) or folder, why(error))
 
-    walk = tf.io.gfile.walk if "://" in folder else os.walk  # os.walk asks once for each folder
+    walk = tf.io.gfile.walk if "://" in folder else _walk
     found = []
     for where, _, names in walk(folder, onerror=stop):
         inside = where[len(folder) :].strip("/")
         found += [f"{inside}/{name}" if inside else name
                   for name in names if not name.startswith(".")]  # fmt: skip
     return sorted(found)
+
+
+def _walk(folder: str, onerror: Callable[[OSError], None]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As os.walk, without what is neither a file nor a link: reading a pipe would wait for ever.
+
+    The kind of an entry comes with the listing, so nothing more is asked of the disk.
+    """
+    try:
+        with os.scandir(folder) as listing:
+            entries = list(listing)
+    except OSError as error:
+        onerror(error)
+        return
+    below = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    links = [entry.name for entry in entries if entry.is_symlink() and not entry.is_dir()]
+    yield folder, below, files + links
+    for name in below:
+        yield from _walk(os.path.join(folder, name), onerror)
 
 
 def _unreadable(folder: str, reason: str) -> UserError:
