@@ -36,7 +36,9 @@ class LogitsLoss(keras.losses.Loss):
 
 @keras.utils.register_keras_serializable(package="vit_tpu")
 class SoftmaxCrossEntropy(LogitsLoss):
-    """-sum_c y_c log softmax(logits)_c, with rows of labels scaled to sum to 1, so that an image with several labels weighs as one with one.
+    """-sum_c y_c log softmax(logits)_c.
+
+    Rows of labels are scaled to sum to 1, so that an image with several labels weighs as one with one.
 
     Args:
       label_smoothing: s moves the target to (1 - s) y + s / C.

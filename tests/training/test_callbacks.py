@@ -1,5 +1,6 @@
 """Evaluating and saving during `fit`, with the callbacks driven by hand."""
 
+import json
 import threading
 import types
 
@@ -10,7 +11,7 @@ from state_model import images, model
 
 from vit_tpu import UserError
 from vit_tpu.training import checkpoints, state, storage
-from vit_tpu.training.callbacks import Checkpointer, Evaluator
+from vit_tpu.training.callbacks import Checkpointer, Evaluator, callbacks
 from vit_tpu.training.checkpoints import Keep
 from vit_tpu.training.logger import Logger
 from vit_tpu.training.stopping import StopOnRequest
@@ -74,6 +75,21 @@ def test_at_the_end_the_last_state_goes_first_and_only_the_best_is_not_given_up(
     begun.wait(5)
     saver.on_train_end()
     assert written == ([2, 3] if best else [3]) and checkpoints.steps(str(tmp_path)) == written[::-1]
+
+
+def test_damaged_checkpoint_that_was_passed_over_does_not_push_out_a_whole_one(trained, tmp_path):
+    for step in (2, 3):
+        checkpoints.write(str(tmp_path), step, {}, {})
+    (tmp_path / "00000003/manifest.json").write_text("damaged")
+    saver = started(Checkpointer(tmp_path, 2, start=2), trained)
+    for batch in (0, 1):  # steps 3, which is not saved, and 4
+        saver.on_train_batch_end(batch)
+    saver.writer.wait()
+    assert checkpoints.steps(str(tmp_path)) == [4, 3, 2]
+    saver.on_train_batch_end(2)
+    saver.on_train_batch_end(3)
+    saver.writer.wait()
+    assert checkpoints.steps(str(tmp_path)) == [6, 4, 3]
 
 
 def test_what_is_written_is_the_state_of_its_step(trained, tmp_path, monkeypatch):
@@ -185,3 +201,14 @@ def test_best_and_last_evaluation_go_through_the_checkpoint(trained, tmp_path):
     evaluator.on_train_batch_end(3)
     again = Evaluator(None, 4, None, start=4, metrics=evaluator.state())
     assert again.best == evaluator.best and again.best["step"] == 4 and again.result == evaluator.result
+
+
+def test_second_fit_in_a_notebook_goes_on_counting_with_old_and_new_callbacks(tmp_path):
+    made, options = model(), {"batch_size": 1, "every": 2, "checkpoint_every": 2}
+    watchers = callbacks(tmp_path, **options)
+    for chosen in (watchers, watchers, callbacks(tmp_path, **options)):
+        made.fit(*images(), batch_size=1, epochs=1, verbose=0, callbacks=chosen)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(2, 20, 2))
+    found = checkpoints.steps(str(tmp_path / "checkpoints"))
+    assert found == [18, 16] and checkpoints.read_manifest(str(tmp_path / "checkpoints/00000018"))["step"] == 18

@@ -7,10 +7,13 @@ import pytest
 import tensorflow as tf
 from tiny_run import config
 
+import vit_tpu
+from vit_tpu import config as configs
 from vit_tpu import doctor
 from vit_tpu.diagnose import replay
 from vit_tpu.errors import UserError
 from vit_tpu.layers.mlp import Mlp
+from vit_tpu.models import numerics
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.training import build, failure
 from vit_tpu.training.run import run
@@ -52,8 +55,9 @@ def test_planted_fault_is_named_kept_and_found_again(planted, tmp_path, capsys):
         run(settings(), folder)
     said = capsys.readouterr().out
     assert f"step {BAD_STEP}: first not finite: blocks/2/mlp, backward: " in said
-    images, labels, step = failure.read(folder)
-    assert step == BAD_STEP and images.shape == (32, 8, 8, 1) and labels.shape == (32,)
+    kept = failure.read(folder)
+    assert kept.step == BAD_STEP and kept.images.shape == (32, 8, 8, 1) and kept.labels.shape == (32,)
+    assert kept.weights == BAD_STEP - 1 and kept.classes == 10
     again = replay.replay(folder)
     assert again.step == BAD_STEP and again.float32 is None
     assert again.run.culprit.startswith("blocks/2/mlp, backward: ")
@@ -74,6 +78,38 @@ def test_a_fault_of_the_precision_is_told_from_one_of_the_model(planted, tmp_pat
 
 
 def test_a_run_without_a_failed_step_has_nothing_to_replay(tmp_path):
-    run(config(training__steps=2), tmp_path / "run")
+    kept_by_hand(tmp_path / "run", 0, config(), 1)
+    (tmp_path / "run" / failure.NAME).unlink()
     with pytest.raises(UserError, match="keeps no failed step"):
         replay.replay(tmp_path / "run")
+
+
+def kept_by_hand(folder, weights, settings, step):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(configs.to_yaml(settings))
+    images = np.ones((4, 8, 8, 1), np.float32)
+    np.savez(folder / failure.NAME, images=images, labels=np.zeros(4, int), step=step, weights=weights, classes=10)
+
+
+def test_step_whose_weights_are_gone_and_a_damaged_one_are_told(tmp_path):
+    kept_by_hand(tmp_path / "run", 4, config(), 7)
+    with pytest.raises(UserError, match="step 7 .* checkpoint of step 4, with the weights it had, is not kept"):
+        replay.replay(tmp_path / "run")
+    (tmp_path / "run" / failure.NAME).write_bytes(b"PK")
+    with pytest.raises(UserError, match="failed_step.npz is damaged"):
+        replay.replay(tmp_path / "run")
+
+
+def test_first_step_is_taken_again_from_the_weights_that_the_run_began_with(tmp_path):
+    shape = {"width": 16, "depth": 1, "mlp_dim": 32, "num_heads": 2}
+    source = vit_tpu.ViT("Ti/2", image_size=8, channels=1, num_classes=10, pool="gap", **shape)
+    source.embedding.params["bias"].assign(source.embedding.params["bias"] + 100)
+    vit_tpu.save_weights(source, str(tmp_path / "w.npz"))
+    kept_by_hand(tmp_path / "run", 0, config(init_from=str(tmp_path / "w.npz")), 1)
+    assert replay.replay(tmp_path / "run").run.stages[0].forward.low > 50
+
+
+def test_gradient_too_large_to_square_is_named():
+    fine, huge = numerics.Range.of(tf.constant([1.0])), numerics.Range.of(tf.constant([1e30]))
+    step = numerics.Step((numerics.Stage("head", "loss", fine, fine),), 1.0, {"head/bias": huge}, "float32", 0)
+    assert "head/bias, backward: gradient 1e+30" in step.culprit and "square is beyond float32" in step.culprit

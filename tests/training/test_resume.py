@@ -38,6 +38,15 @@ def test_damaged_newest_is_said_at_the_start(tmp_path):
     assert start.step == 2 and start.notes == ("the checkpoint of step 4 is damaged: step 2 is used",)
 
 
+def test_path_that_is_no_checkpoint_names_those_beside_it(tmp_path):
+    path = put(tmp_path / "run/checkpoints", 4)
+    with pytest.raises(UserError, match="neither a run.*beside it are 00000004"):
+        resume.checkpoint_at(str(tmp_path / "run/checkpoints/77"))
+    with pytest.raises(UserError) as refused:
+        resume.checkpoint_at(f"{path}/model.safetensors")
+    assert "did you mean" not in str(refused.value)  # itself
+
+
 def test_only_damaged_checkpoints_are_an_error_not_a_silent_fresh_start(tmp_path):
     os.truncate(os.path.join(put(tmp_path, 4), "training.safetensors"), 3)
     with pytest.raises(UserError, match="none of the 1 checkpoints .* is whole: choose another workdir"):
@@ -149,6 +158,7 @@ def test_position_is_counted_in_examples_so_that_another_batch_size_goes_on_ther
 def test_init_from_takes_runs_checkpoints_and_files(tmp_path):
     path = put(tmp_path / "run/checkpoints", 4)
     assert resume.weights_at(str(tmp_path / "run")) == path == resume.weights_at(path)
+    assert resume.weights_at(str(tmp_path / "run/checkpoints")) == path
     assert (
         resume.weights_at("gs://bucket/w.npz") == "gs://bucket/w.npz" and resume.weights_at("w.npz:img") == "w.npz:img"
     )

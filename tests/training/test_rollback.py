@@ -11,7 +11,7 @@ from tiny_run import config
 from vit_tpu import devices, run
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.models.guard import NonFiniteError
-from vit_tpu.training import build, checkpoints, inputs, schedule, state
+from vit_tpu.training import build, checkpoints, failure, inputs, schedule, state
 
 ORIGINAL = inputs.train_data
 SETTINGS = {"training__checkpoint_every": 4, "evaluate_every": 12, "training__on_nonfinite": "rollback"}
@@ -42,7 +42,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_data_after_the_bad_batch(
     settings = config(**SETTINGS)
     summary = run(settings, tmp_path / "run")
     assert summary.status == "done" and summary.steps == 12 and summary.rollbacks == 1
-    assert started == [0, 7]  # step 7, batch number 6, was bad: back to step 4, on with batch number 7
+    assert started == [0, 6, 7]  # batch number 6, step 7, is bad, read again and kept: back to step 4, on with batch 7
     said = capsys.readouterr().out
     assert (
         "step 7 is not finite: back to the checkpoint of step 4, and the data of steps 5 to 7 are passed over" in said
@@ -66,22 +66,30 @@ def test_rollbacks_are_bounded_and_the_last_good_state_stays(tmp_path, monkeypat
     monkeypatch.setattr(inputs, "train_data", poisoned(list(range(6, 99)), started))
     with pytest.raises(NonFiniteError, match="max_rollbacks=2 are used up"):
         run(config(**SETTINGS, training__max_rollbacks=2), tmp_path / "run")
-    assert started == [0, 7, 8]  # after each return the first batch is bad again
+    assert started == [0, 6, 7, 7, 8, 8]  # after each return the first batch is bad again, and is read again
     assert "the weights after step 4 are in" in capsys.readouterr().out
     found = state.newest(tmp_path / "run/checkpoints")
     assert found[1]["step"] == 4 and found[1]["rollbacks"] == 2
     assert all(np.isfinite(a).all() for a in arrays(tmp_path / "run").values() if a.dtype.kind == "f")
 
 
-def test_without_a_checkpoint_the_latched_state_goes_on_after_the_bad_batch(tmp_path, monkeypatch):
+def test_without_a_checkpoint_the_latched_state_goes_on_after_the_bad_batch(tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(inputs, "train_data", poisoned([2], started))
     summary = run(config(evaluate_every=12, training__on_nonfinite="rollback"), tmp_path / "run")
-    assert summary.steps == 12 and summary.rollbacks == 1 and started == [0, 3]
+    assert summary.steps == 12 and summary.rollbacks == 1 and started == [0, 2, 3]
+    said = capsys.readouterr().out
+    assert "its batch is in" in said and "--replay" not in said  # the weights from before it are not kept
+    assert "the data of step 3 is passed over" in said
 
 
-def test_stop_says_that_there_is_a_way_on(tmp_path, monkeypatch):
+def test_stop_says_that_there_is_a_way_on_and_saves_even_if_the_step_cannot_be_kept(tmp_path, monkeypatch, capsys):
+    def no_room(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(failure.numerics, "walk", no_room)
     monkeypatch.setattr(inputs, "train_data", poisoned([2], []))
     with pytest.raises(NonFiniteError, match="step 3 is not finite.*--on_nonfinite=rollback goes back"):
         run(config(), tmp_path / "run")
     assert state.newest(tmp_path / "run/checkpoints")[1]["step"] == 2
+    assert "step 3: it could not be looked at or kept (MemoryError: no room)" in capsys.readouterr().out

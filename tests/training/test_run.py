@@ -86,6 +86,7 @@ def test_another_configuration_does_not_continue_a_run(finished):
         run(config(training__ema=0.9, loss_scale__mode="dynamic", learning_rate=0.5, training__steps=24), workdir)
 
 
+@pytest.mark.slow
 def test_cooldown_from_another_runs_checkpoint_in_another_precision(finished, tmp_path, capsys):
     _, workdir = finished
     older = str(workdir / "checkpoints" / "00000012")
@@ -232,6 +233,12 @@ def test_run_in_a_store_without_rename_and_its_continuation(tmp_path, monkeypatc
 
 def test_numerics_check_is_silent_in_a_healthy_run(tmp_path):
     assert run(config(training__check_numerics=True, training__steps=2), tmp_path / "run").status == "done"
+
+
+def test_model_without_pooling_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match="model.pool=none gives one output for each patch"):
+        run(config(pool="none"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_foreign_folder_is_left_alone(tmp_path):

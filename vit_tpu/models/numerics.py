@@ -17,6 +17,7 @@ from vit_tpu.models.vit import ViT
 from vit_tpu.optim import LossScale
 
 FLOAT16_LARGEST, FLOAT16_SMALLEST = 65504.0, 2.0**-24
+LARGEST_TO_SQUARE = 2.0**64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +110,12 @@ class Step:
                 if found.bad and path.startswith(f"{stage.name}/"):
                     return f"{stage.name}, backward: gradient of {path} {found} (the gradient that came in: {above})"
             above = str(stage.backward)
-        left = next((f"{path}, backward: {found}" for path, found in self.gradients.items() if found.bad), None)
-        return left
+        for path, found in self.gradients.items():
+            if found.bad:
+                return f"{path}, backward: {found}"
+            if max(abs(found.low), abs(found.high)) > LARGEST_TO_SQUARE:  # the step looks at squared norms
+                return f"{path}, backward: gradient {found}, whose square is beyond float32"
+        return None
 
     def table(self) -> str:
         """Returns the ranges of every stage, and what float16 would lose."""

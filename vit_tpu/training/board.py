@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from vit_tpu.losses import SigmoidCrossEntropy
 from vit_tpu.pictures import attention, weights
 from vit_tpu.training.logger import Logger, StepCallback
 
@@ -65,7 +66,7 @@ class Board(StepCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         super().on_train_end(logs)
-        if self.samples is not None:
+        if self.samples is not None and self.step >= self.total_steps:  # whoever stopped the run may not wait
             project(self.model, self.samples, pathlib.Path(self.logger.workdir) / "logs")
 
     def _weights(self) -> dict[str, np.ndarray]:
@@ -90,7 +91,8 @@ class Board(StepCallback):
         if self.samples is not None and self.model.pool != "none" and self.model.num_classes:
             images, labels = self.samples.images[:SHOWN], self.samples.labels[:SHOWN]
             floats = images.astype(np.float32) / 127.5 - 1
-            shares = tf.nn.softmax(self.model.logits(tf.constant(floats))).numpy()
+            scores = tf.sigmoid if isinstance(self.model.loss, SigmoidCrossEntropy) else tf.nn.softmax
+            shares = scores(self.model.logits(tf.constant(floats))).numpy()
             captions = [
                 f"{self.samples.name(int(share.argmax()))} {share.max():.0%}"
                 + ("" if share.argmax() == label else f", is {self.samples.name(int(label))}")

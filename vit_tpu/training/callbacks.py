@@ -128,6 +128,12 @@ class Checkpointer(StepCallback):
         self.weights, self.averaged, self.owned, self.stop = weights, averaged, owned, stop
         self.writer = Background()
         self.writing: int | None = None
+        self.foreign: set[int] = set()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        # What lies beyond our step was passed over as damaged, or is of another past: it must not push ours out.
+        self.foreign = {step for step in checkpoints.steps(self.folder) if step > self.step}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.writer.poll()
@@ -171,10 +177,11 @@ class Checkpointer(StepCallback):
             if self.owned is not None:
                 self.owned()
             checkpoints.write(self.folder, step, arrays, extra, abandoned, header)
+            self.foreign.discard(step)
             if self.weights is not None:
                 checkpoints.write_weights(self.weights, step, arrays, self.averaged, header, abandoned)
             arrays.clear()  # the copy of the state goes now, not with the thread
-            for gone in checkpoints.prune(self.folder, self.keep, step, best):
+            for gone in checkpoints.prune(self.folder, self.keep, step, best, self.foreign):
                 if self.weights is not None:
                     storage.remove(storage.join(self.weights, os.path.basename(gone)))
 
@@ -194,4 +201,6 @@ def callbacks(
     """
     logger = Logger(workdir, every, batch_size=batch_size)
     folder = storage.join(workdir, "checkpoints")
-    return [guard.StepGuard(), logger, Checkpointer(folder, checkpoint_every or 2**62, clock=logger.clock)]
+    saver = Checkpointer(folder, checkpoint_every or 2**62, clock=logger.clock)
+    logger.follows = saver.follows = True  # cells run twice: the steps go on
+    return [guard.StepGuard(), logger, saver]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -179,7 +179,7 @@ def newest(root: str) -> tuple[str, dict[str, Any]] | None:
         try:
             return path, verified(path)
         except ValueError as error:
-            logging.warning("checkpoint %s is damaged (%s): the one before is used", path, error)
+            logging.warning("checkpoint %s is damaged (%s) and passed over", path, error)
     return None
 
 
@@ -244,10 +244,14 @@ def read(path: str, manifest: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarr
                 yield prefix + key, array, manifest["arrays"][prefix + key][1]
 
 
-def prune(root: str, keep: Keep, step: int, best: int | None = None) -> list[str]:
-    """Removes the checkpoints before `step` that the rule does not keep; returns the folders that went."""
-    # Later ones are no part of this run's past (damaged, or about to be reached again): they do not count.
-    past = [s for s in steps(root) if s <= step]
+def prune(
+    root: str, keep: Keep, step: int, best: int | None = None, foreign: Collection[int] = ()
+) -> list[str]:  # fmt: skip
+    """Removes the checkpoints before `step` that the rule does not keep; returns the folders that went.
+
+    Later ones and `foreign` ones are no part of this run's past (damaged, or not yet reached again): they do not count.
+    """
+    past = [s for s in steps(root) if s <= step and s not in foreign]
     stay = set(past[: max(keep.last, 1)])
     stay |= {s for s in past if keep.every and s % keep.every == 0}
     stay |= {s for s in past if keep.best and s == best}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import zipfile
 from typing import Any
 
 import numpy as np
 
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
+from vit_tpu.errors import UserError
 from vit_tpu.models import numerics
 from vit_tpu.settings import Config
 from vit_tpu.training import inputs, storage
@@ -18,8 +21,9 @@ NAME = "failed_step.npz"
 
 
 def look(
-    folder: str | os.PathLike[str], config: Config, model: Any, train: Source, batch: int, step: int, replicas: int
-) -> str:
+    folder: str | os.PathLike[str], config: Config, model: Any, train: Source, batch: int, step: int, replicas: int,
+    weights: int | None = None,
+) -> str:  # fmt: skip
     """Reads the batch of a bad step again, keeps it in the run's folder and takes the step once more, layer by layer.
 
     Args:
@@ -30,6 +34,7 @@ def look(
       batch: number of the batch in the stream.
       step: number of the step, from 1.
       replicas: with several, or on a TPU, the step is only kept.
+      weights: the step after which the weights were those of this one; the one before if None.
 
     Returns:
       One sentence for the user.
@@ -37,10 +42,13 @@ def look(
     images, labels = next(iter(inputs.train_data(config, train, batch, BrokenRecords(train.num_examples))))
     path = storage.join(os.fspath(folder), NAME)
     packed = io.BytesIO()  # an object store takes a file in one go
-    np.savez(packed, images=images.numpy(), labels=labels.numpy(), step=step)
+    after = step - 1 if weights is None else weights
+    np.savez(packed, images=images.numpy(), labels=labels.numpy(), step=step, weights=after, classes=model.num_classes)
     with storage.writing(path) as file:
         file.write(packed.getvalue())
-    kept = f"its batch is in {path}; python -m vit_tpu.doctor --replay={os.fspath(folder)} takes it again"
+    kept = f"its batch is in {path}"
+    if config.training.on_nonfinite == "stop":  # a rollback does not keep the weights from before it
+        kept += f"; python -m vit_tpu.doctor --replay={os.fspath(folder)} takes it again"
     if replicas > 1:
         return f"step {step}: {kept}"
     taken = numerics.walk(model, images, labels, step, config.precision)
@@ -49,10 +57,34 @@ def look(
     return f"step {step}: {where}; {kept}"
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray, int] | None:
-    """Returns images, labels and number of the failed step kept in a run's folder, or None."""
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A step that was not finite.
+
+    Attributes:
+      images, labels: its batch. step: its number, from 1.
+      weights: the step after which the weights were those of this one. classes: of the head.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    step: int
+    weights: int
+    classes: int
+
+
+def read(folder: str | os.PathLike[str]) -> Failed | None:
+    """Returns the failed step kept in a run's folder, or None.
+
+    Raises:
+      UserError: its file is damaged.
+    """
     path = storage.join(os.fspath(folder), NAME)
     if not storage.exists(path):
         return None
-    with storage.reading(path) as file, np.load(io.BytesIO(file.read())) as arrays:
-        return arrays["images"], arrays["labels"], int(arrays["step"])
+    try:
+        with storage.reading(path) as file, np.load(io.BytesIO(file.read())) as arrays:
+            numbers = {name: int(arrays[name]) for name in ("step", "weights", "classes")}
+            return Failed(arrays["images"], arrays["labels"], **numbers)
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged or of another version ({storage.reason(error)})") from None

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
+from vit_tpu.errors import UserError
 from vit_tpu.models import guard
 from vit_tpu.training import display, storage
 
@@ -46,7 +47,12 @@ class StepCallback(keras.callbacks.Callback):
     Args:
       every: steps between two calls of `on_steps`; it is called at the end of the execution that reaches them.
       start: steps taken before this `fit`.
+
+    Attributes:
+      follows: whether each `fit` begins at the step that the model has reached, whoever trained it until then.
     """
+
+    follows = False
 
     def __init__(self, every: int, start: int = 0):
         super().__init__()
@@ -57,6 +63,10 @@ class StepCallback(keras.callbacks.Callback):
     def rewind(self, step: int) -> None:
         """The next `fit` begins after `step` training steps."""
         self.start, self.step, self.acted = step, step, step
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.follows:
+            self.rewind(self.model.counters.values()["steps"])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.before_epoch = self.step
@@ -141,10 +151,14 @@ class Logger(StepCallback):
         if hasattr(self, "clock"):  # not yet at the beginning
             self.timed_from = (step, self.clock.seconds())
 
-    def forget_after(self, step: int) -> None:
-        """Drops the lines of steps that a killed run took beyond its last checkpoint: they will be taken again."""
+    def forget_after(self, step: int) -> int:
+        """Drops the lines of steps that a killed run took beyond its last checkpoint, which will be taken again.
+
+        Returns:
+          How many lines went.
+        """
         if not storage.exists(self.lines):
-            return
+            return 0
         kept, all_lines = [], storage.read_text(self.lines).splitlines()
         for line in all_lines:
             with contextlib.suppress(ValueError):  # the last line may be half of one
@@ -152,8 +166,10 @@ class Logger(StepCallback):
                     kept.append(line)
         if kept != all_lines:
             storage.write_text(self.lines, "".join(line + "\n" for line in kept))
+        return len(all_lines) - len(kept)
 
     def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
         self.open()
 
     def open(self) -> None:
@@ -239,11 +255,17 @@ class Logger(StepCallback):
             self.progress.say(f"step {step:,}  validation  {display.figures(values)}")
 
     def write(self, record: Mapping[str, Any], writer: str, scalars: Mapping[str, Any], step: int) -> None:
-        storage.append_text(self.lines, json.dumps(record) + "\n")
-        with self.writers[writer].as_default(step):
-            for name, value in scalars.items():
-                tf.summary.scalar(name, value)
-        self.writers[writer].flush()
+        try:
+            storage.append_text(self.lines, json.dumps(record) + "\n")
+            with self.writers[writer].as_default(step):
+                for name, value in scalars.items():
+                    tf.summary.scalar(name, value)
+            self.writers[writer].flush()
+        except storage.FAILURES as error:
+            raise UserError(
+                f"the log of step {step} cannot be written to {self.workdir} ({storage.reason(error)}): free space and "
+                "run the same command again; the checkpoints are whole"
+            ) from None
 
     def images_per_second(self) -> float | None:
         """Returns the rate over the run, the execution that compiled left out."""

@@ -85,8 +85,8 @@ def find(config: Config, root: str) -> Start:
     found = checkpoints.newest(root)
     if found is None and own:
         raise UserError(
-            f"none of the {len(own)} checkpoints in {root} is whole: choose another workdir to start again, or "
-            "--resume=PATH to continue from another checkpoint"
+            f"none of the {len(own)} checkpoints in {root} is whole: choose another workdir to start again, there with "
+            "--resume=PATH to continue from a checkpoint elsewhere"
         )
     notes: list[str] = []
     if found is not None and own[0] > found[1]["step"]:
@@ -132,7 +132,11 @@ def checkpoint_at(path: str) -> tuple[str, dict[str, Any]]:
             return found
     parent = os.path.dirname(path) or "."
     siblings = storage.names(parent) if storage.is_local(parent) else []
-    hint = nearest(os.path.basename(path), siblings)
+    name = os.path.basename(path)
+    hint = "" if name in siblings else nearest(name, siblings)  # a file that is there is what it is
+    beside = [other for other in siblings if other.isdigit()]
+    if beside and not hint:
+        hint = f" (beside it are {', '.join(beside)})"
     raise UserError(f"{path} is neither a run's folder nor a checkpoint{hint}: give a folder such as runs/digits")
 
 
@@ -141,7 +145,8 @@ def weights_at(path: str) -> str:
     if "://" in path or not os.path.isdir(path):
         return path
     inside = os.listdir(path)
-    if "checkpoints" not in inside and checkpoints.MANIFEST not in inside:
+    several = any(os.path.exists(os.path.join(path, name, checkpoints.MANIFEST)) for name in inside if name.isdigit())
+    if "checkpoints" not in inside and checkpoints.MANIFEST not in inside and not several:
         return path
     found, manifest = checkpoint_at(path)
     if manifest.get("format") == 1:

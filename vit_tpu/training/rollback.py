@@ -110,7 +110,8 @@ def after(
     logger.forget_after(back)
     evaluator.load(metrics, back)
     say = logger.progress.say if logger.progress is not None else print
+    lost = f"steps {back + 1:,} to {bad:,} are" if bad > back + 1 else f"step {bad:,} is"
     say(
-        f"step {bad:,} is not finite: back to {place} of step {back:,}, and the data of steps {back + 1:,} to {bad:,} "
-        f"are passed over (rollback {used + 1} of at most {t.max_rollbacks})"
+        f"step {bad:,} is not finite: back to {place} of step {back:,}, and the data of {lost} passed over (rollback "
+        f"{used + 1} of at most {t.max_rollbacks})"
     )

@@ -62,6 +62,8 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
       NonFiniteError: the loss or the gradients went bad; the last good checkpoint stays.
     """
     config = configs.validate(config)
+    if config.model.pool == "none":
+        raise UserError("model.pool=none gives one output for each patch, which no label fits: take tok, gap or map")
     _seed(config)
     folder = Workdir.open(workdir or config.workdir, config)
     stop = StopOnRequest()
@@ -77,7 +79,7 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     here = devices.choose(config.strategy, config.tpu)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     classes = inputs.num_classes(config, train)
-    inputs.num_classes(config, validation)
+    inputs.num_classes(config, validation, classes)
     broken, valid_broken = inputs.budget(config, train), BrokenRecords(0)
     train, validation = inputs.ready(config, train, broken), inputs.ready(config, validation, valid_broken)
     plan = schedule.plan(config, train.num_examples)
@@ -94,7 +96,7 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     start = dataclasses.replace(start, notes=(*start.notes, *moved))
     print(summary.opening(config, here, model, train, validation, plan, folder, start.step, start.notes), flush=True)
     if start.step >= plan.total_steps and folder.summary().get("status") == "done":
-        result = summary.read(folder.summary())
+        result = dataclasses.replace(summary.read(folder.summary()), workdir=str(folder.path))  # it may have moved
         print(f"{folder.path} is finished already: nothing to do\n{summary.ending(result)}", flush=True)
         return result
     if start.step >= plan.total_steps:
@@ -119,7 +121,14 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
         folder.path, plan.log_every, batch_size=config.training.batch_size, total_steps=plan.total_steps,
         start=start.step, progress=progress, examples_per_epoch=train.num_examples, metrics=metrics,
     )  # fmt: skip
-    logger.forget_after(start.step)
+    forgotten = logger.forget_after(start.step)
+    if forgotten:
+        print(
+            f"{folder.path}: {forgotten} line(s) of metrics.jsonl beyond "
+            f"{f'the checkpoint of step {start.step:,}' if start.path else 'the start, as there is no checkpoint,'} "
+            "removed: those steps are taken again",
+            flush=True,
+        )
     logger.open()
     facts = {key: configs.get(config, key) for key in configs.all_keys()}
     board.hyperparameters(logger.writers["train"], facts, configs.to_yaml(config))
@@ -136,7 +145,8 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     saver.extra = lambda step: at.manifest(step, model, logger, evaluator, here.replicas)
     watchers = [logger, evaluator, saver, stop, *([window] if window else [])]
     if config.training.board == "full":
-        watchers.insert(2, board.Board(logger, plan.evaluate_every, _samples(config, validation),
+        # After the saver: pictures can wait, a save before a preemption cannot.
+        watchers.insert(3, board.Board(logger, plan.evaluate_every, _samples(config, validation),
                                        total_steps=plan.total_steps, start=start.step))  # fmt: skip
     try:
         with _numerics_checked(config.training.check_numerics and not config.training.jit):
@@ -200,13 +210,16 @@ def _local(folder: Workdir) -> Iterator[str]:
                 target.write(drawn)
 
 
-def _where(
-    folder: Workdir, config: Config, model: ViT, train: Source, at: rollback.Position, replicas: int
-) -> str:
+def _where(folder: Workdir, config: Config, model: ViT, train: Source, at: rollback.Position, replicas: int) -> str:
     """Keeps the batch of the step that was not finite and returns what can be said of it."""
     counters = model.counters.values()
     bad = counters["bad_step"] or counters["steps"]
-    return failure.look(folder.path, config, model, train, at.batch + bad - 1 - at.start.step, bad, replicas)
+    good = bad - 1 if counters["bad_step"] else bad  # many skipped gradients changed nothing, but those steps count
+    batch = at.batch + bad - 1 - at.start.step
+    try:
+        return failure.look(folder.path, config, model, train, batch, bad, replicas, good)
+    except Exception as error:  # no memory for it, a full disk, unreadable data: what follows matters more
+        return f"step {bad}: it could not be looked at or kept ({type(error).__name__}: {storage.reason(error)})"
 
 
 def _samples(config: Config, validation: Source) -> board.Samples | None:
@@ -265,7 +278,9 @@ def dry_run(config: Config) -> str:
     here = devices.choose(config.strategy, config.tpu)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     plan = schedule.plan(config, train.num_examples)
-    model = build.build_model(config, here, inputs.num_classes(config, train), inputs.channels(config, train), plan)
+    classes = inputs.num_classes(config, train)
+    inputs.num_classes(config, validation, classes)
+    model = build.build_model(config, here, classes, inputs.channels(config, train), plan)
     folder = Workdir(config.workdir or "(none: dry run)")
     opening = summary.opening(config, here, model, train, validation, plan, folder, 0)
     return f"{opening}\n\n{estimate.text(config, model, here.replicas)}"

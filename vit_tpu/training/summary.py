@@ -233,6 +233,12 @@ def ending(summary: Summary) -> str:
     )
     if summary.rollbacks:
         rows.append(("rollbacks", f"{summary.rollbacks}: the loss was not finite, and some data were passed over"))
+    if summary.skipped_updates > 0.1 * max(summary.steps, 1):
+        rows.append((
+            "warning",
+            f"{summary.skipped_updates:,} of {summary.steps:,} updates were skipped, because their gradient was not "
+            "finite: lower the learning rate, or train in mixed_bfloat16 or float32",
+        ))  # fmt: skip
     if summary.unreadable:
         shown = [f"{record} ({why})" for record, why in list(summary.unreadable.items())[:20]]
         left = [f"and {len(summary.unreadable) - 20} more, see summary.json"] if len(summary.unreadable) > 20 else []

@@ -64,10 +64,13 @@ class Workdir:
 
     def unfinished(self, config: Config) -> bool:
         """Whether the folder holds a run of this config that was interrupted or killed, and nobody is at work in it."""
-        written = self.file("config.yaml")
-        if written is None or self.summary().get("status") == "done" or self._in_use():
+        try:
+            written = self.config()
+            if written is None or self.summary().get("status") == "done" or self._in_use():
+                return False
+            before = configs.from_dict(resume.known(written), self.path)
+        except UserError:  # damaged, or of a version whose values this one does not know: not ours to continue
             return False
-        before = configs.from_dict(resume.known(yaml.safe_load(written)), self.path)
         return all(line.split(":")[0] in _HOW for line in configs.differences(before, config))
 
     def path_of(self, name: str) -> str:
@@ -79,8 +82,35 @@ class Workdir:
         return storage.read_text(path) if storage.exists(path) else None
 
     def summary(self) -> dict[str, Any]:
-        """Returns what summary.json says, or nothing."""
-        return json.loads(self.file("summary.json") or "{}")
+        """Returns what summary.json says, or nothing.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        try:
+            found = json.loads(self.file("summary.json") or "{}")
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.path_of('summary.json')} is damaged: delete it, the checkpoints do not need it")
+        return found
+
+    def config(self) -> Mapping[str, Any] | None:
+        """Returns what config.yaml says, or None if there is none.
+
+        Raises:
+          UserError: it is damaged.
+        """
+        try:
+            text = self.file("config.yaml")
+            found = None if text is None else yaml.safe_load(text)
+        except (yaml.YAMLError, UnicodeDecodeError):
+            text, found = "", None
+        if text is not None and not isinstance(found, Mapping):
+            raise UserError(
+                f"{self.path_of('config.yaml')} is damaged: delete it, the same command continues from the checkpoints"
+            )
+        return found
 
     def make(self, config: Config) -> None:
         """Makes the folder, takes it for this run, clears what a killed run left half-written, writes the config.
@@ -92,6 +122,9 @@ class Workdir:
             storage.make_folder(self.path)
             self._take()
             self._write("config.yaml", configs.to_yaml(config))
+            storage.remove(
+                self.path_of("summary.json")
+            )  # of the part before: a killed run must not look like a done one
             for name in storage.leftovers(self.path) if storage.is_local(self.path) else ():
                 storage.remove(self.path_of(name))
             left = checkpoints.sweep(self.checkpoints) + checkpoints.sweep(self.weights)
@@ -156,17 +189,28 @@ class Workdir:
     def _check_same_run(self, config: Config) -> None:
         if not storage.is_folder(self.path):
             raise UserError(f"workdir {self.path} is a file: choose a folder")
-        written = self.file("config.yaml")
-        if written is None:
-            if any(name not in (".lock", ".owner") for name in storage.names(self.path)):
+        before = self.config()
+        if before is None:
+            foreign = [name for name in storage.names(self.path) if name not in (".lock", ".owner")]
+            if foreign and not checkpoints.steps(self.checkpoints):
                 raise UserError(f"workdir {self.path} holds files that are not a run's: choose an empty or new folder")
             return
-        before = yaml.safe_load(written)
-        if isinstance(before, Mapping) and checkpoints.steps(self.checkpoints):
+        if checkpoints.steps(self.checkpoints):
             resume.compare(before, config, self.path)
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        self._write(name, json.dumps(values, indent=1) + "\n")
+        """Writes a file of the folder.
+
+        Raises:
+          UserError: it cannot be written.
+        """
+        try:
+            self._write(name, json.dumps(values, indent=1) + "\n")
+        except storage.FAILURES as error:
+            raise UserError(
+                f"{self.path_of(name)} cannot be written ({storage.reason(error)}): free space; the "
+                "checkpoints are whole"
+            ) from None
 
     def _write(self, name: str, text: str) -> None:
         storage.write_text(self.path_of(name), text)
