@@ -1,15 +1,17 @@
 """The command line of vit_tpu.evaluate: what it prints and writes, wrong use, exit codes."""
 
 import json
+import pathlib
 import shutil
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import trained_runs
-from conftest import REFS
 
 from vit_tpu import evaluate, train
+
+REFS = pathlib.Path(__file__).parent / "data" / "refs"
 
 
 def test_help_teaches(capsys):

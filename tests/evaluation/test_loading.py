@@ -1,6 +1,7 @@
 """Trained models from runs and weight files: which weights, which names, and what is wrong with the rest."""
 
 import json
+import pathlib
 import shutil
 
 import numpy as np
@@ -11,6 +12,8 @@ import trained_runs
 import vit_tpu
 from vit_tpu.errors import UserError
 from vit_tpu.evaluation import loading
+
+REFS = pathlib.Path(__file__).parents[1] / "data" / "refs"
 
 
 def _values(model):
@@ -96,8 +99,6 @@ def test_an_average_that_was_not_kept_is_an_error():
 
 
 def test_a_weight_file_says_its_own_shape(refs, tmp_path):
-    from conftest import REFS
-
     trained = loading.from_weights(str(REFS / "vit_map.npz"), {"data.source": "synthetic"})
     stored = refs("vit_map.npz")
     np.testing.assert_allclose(trained.model(stored["in/image"]).numpy(), stored["out/logits"], atol=2e-5)
@@ -105,8 +106,6 @@ def test_a_weight_file_says_its_own_shape(refs, tmp_path):
 
 
 def test_a_named_variant_has_to_match_the_file():
-    from conftest import REFS
-
     with pytest.raises(UserError, match="other shapes: embedding/kernel"):
         loading.from_weights(str(REFS / "vit_map.npz"), {"model.variant": "Ti/16"})
     with pytest.raises(UserError, match="9 class names for a head of 10"):
@@ -114,8 +113,6 @@ def test_a_named_variant_has_to_match_the_file():
 
 
 def test_normalisation_folded_into_the_embedding_is_the_same_function(refs):
-    from conftest import REFS
-
     plain = loading.from_weights(str(REFS / "vit_map.npz"))
     folded = loading.from_weights(str(REFS / "vit_map.npz"), normalize="imagenet")
     shares = np.random.default_rng(0).random((2, 64, 64, 3)).astype(np.float32)  # 0..1
