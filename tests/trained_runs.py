@@ -33,12 +33,11 @@ def folder() -> pathlib.Path:
 def digits(ema: float | None = 0.9, class_names: tuple[str, ...] = ()) -> pathlib.Path:
     """A run on the digits as training leaves it, 40 steps, with an average of the weights; nothing was learnt."""
     config = vit_tpu.load_config(None, TINY | {"training.ema": ema, "evaluate_ema": ema is not None})
-    rng, path = np.random.default_rng(0), folder() / f"digits{'' if ema else '_raw'}{'_named' if class_names else ''}"
+    rng, path = np.random.default_rng(0), pathlib.Path(tempfile.mkdtemp(prefix="digits_", dir=folder()))
     model = build.build_model(config, devices.choose("cpu"), 10, 1, schedule.plan(config, 1437))
     averages = model.averages.averages if model.averages else ()
     for variable in [*(p.variable for p in model.parameters()), *averages]:
         variable.assign(rng.normal(0, 0.4, variable.shape))
-    path.mkdir()
     (path / "config.yaml").write_text(configs.to_yaml(config))
     state.save(model, path / "checkpoints", 40, {"config": configs.to_dict(config), "class_names": list(class_names)})
     return path
