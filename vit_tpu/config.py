@@ -215,7 +215,9 @@ def _check_variation(config: Config) -> None:
             )
     if data.policy != "randaugment" and (data.policy_layers, data.policy_magnitude) != (2, 10.0):
         raise UserError(f"data.policy_layers and policy_magnitude are RandAugment's, but data.policy={data.policy}")
-    if data.data_service and data.cache in ("files", "pixels"):
+    if (data.cache == "disk") != (data.cache_dir is not None):
+        raise UserError("data.cache=disk and data.cache_dir=FOLDER belong together: give both, or neither")
+    if data.data_service and data.cache in ("files", "pixels", "disk"):
         raise UserError(
             f"data.data_service reads in other processes and data.cache={data.cache} keeps in this one: use one of them"
         )

@@ -65,7 +65,8 @@ class Data:
     repeats: int = 1  # copies of each example in its batch, each varied in its own way
     mixup: float = 0.0  # alpha of its beta distribution; with cutmix too, each batch gets one of the two
     cutmix: float = 0.0
-    cache: str = "auto"  # auto | none | files | pixels in memory; auto: pixels if under 1 GiB and crop is resize
+    cache: str = "auto"  # auto | none | files | pixels in memory | disk; auto: pixels if under 1 GiB, crop resize
+    cache_dir: str | None = None  # folder on a local disk for cache=disk
     data_service: tuple[str, ...] = ()  # host:port of processes that read and decode: python -m vit_tpu.data_service
     validation_fraction: float = 0.1  # of data without its own validation split
     max_broken: int | None = None  # unreadable training files tolerated; None: one in a thousand
@@ -211,7 +212,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.exif": ("ignore", "apply"),
     "data.crop": ("resize", "inception"),
     "data.policy": ("none", "randaugment", "autoaugment", "three_augment"),
-    "data.cache": ("auto", "none", "files", "pixels"),
+    "data.cache": ("auto", "none", "files", "pixels", "disk"),
     "optimizer.name": ("adamw", "lamb", "adafactor", "sgd"),
     "schedule.name": ("reciprocal_sqrt", "cosine", "linear", "constant"),
     "loss_scale.mode": ("auto", "off", "fixed", "dynamic"),

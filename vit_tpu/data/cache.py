@@ -1,4 +1,4 @@
-"""Keeping what is read: files as they are, or finished pixels, in memory and only where they fit."""
+"""Keeping what is read: files as they are, or finished pixels, in memory or on disk, and only where they fit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-from vit_tpu.data import in_memory
+from vit_tpu.data import disk_cache, in_memory
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode
 from vit_tpu.data.source import Source
@@ -27,13 +27,15 @@ def hold(
     crop: str,
     decode: Decode | None = None,
     broken: BrokenRecords | None = None,
+    folder: str | None = None,
 ) -> tuple[Source, str]:
-    """Returns the source with what `kind` says in memory, and a sentence about it ("" when there is nothing to say).
+    """Returns the source with what `kind` says kept, and a sentence about it ("" when there is nothing to say).
 
     Args:
       source: encoded files; others are in memory already and stay as they are.
-      kind: "none"; "files", the encoded bytes; "pixels", decoded and resized once, for crop
-        "resize" alone; "auto": pixels if they are fewer than 1 GiB and crop is "resize", else none.
+      kind: "none"; "files", the encoded bytes in memory; "disk", the same in `folder`; "pixels", decoded
+        and resized once, for crop "resize" alone; "auto": pixels if they are fewer than 1 GiB and crop is
+        "resize", else none.
       size, channels, crop, decode, broken: as in `pipeline.train_pipeline`.
 
     Raises:
@@ -41,6 +43,8 @@ def hold(
     """
     if not source.encoded or kind == "none":
         return source, ""
+    if kind == "disk":
+        return disk_cache.on_disk(source, folder or "", files_bytes(source))
     if kind == "files":
         sentence = f"{source.name}: {_fits(source, kind, files_bytes(source))}"
         return files_in_memory(source), sentence

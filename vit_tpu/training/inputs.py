@@ -100,7 +100,7 @@ def ready(config: Config, source: Source, broken: BrokenRecords) -> Source:
     kind = "none" if data.data_service and source.encoded else data.cache
     held, sentence = cache.hold(
         source, kind, config.model.image_size, channels=channels(config, source), crop=data.crop,
-        decode=decode_options(config), broken=broken,
+        decode=decode_options(config), broken=broken, folder=data.cache_dir,
     )  # fmt: skip
     if sentence:
         print(sentence, flush=True)

@@ -16,7 +16,8 @@ from vit_tpu.training import checkpoints, state, storage
 FREE = (
     "workdir", "resume", "allow_config_change", "strategy", "tpu", "precision", "loss_scale.", "init_from",
     "init_allow", "init_resize", "model.remat", "model.head_bias_init", "data.max_broken", "data.cache",
-    "data.data_service", "training.epochs", "training.steps", "training.accumulation_steps", "training.log_every",
+    "data.cache_dir", "data.data_service", "training.epochs", "training.steps", "training.accumulation_steps",
+    "training.log_every",
     "training.evaluate_every", "training.evaluate_ema", "training.checkpoint_every", "training.keep",
     "training.keep_every", "training.keep_best", "training.save_weights", "training.on_nonfinite",
     "training.max_rollbacks", "training.steps_per_execution", "training.jit", "training.profile",
