@@ -42,7 +42,7 @@ def test_cutmix_alone_asks_for_label_rows():
         ({"data.policy": "randaugment", "data.policy_magnitude": 31}, "policy_magnitude is 31"),
         ({"data.erasing": 2}, "data.erasing is 2"),
         ({"data.crop_area": "0.5,0.1"}, "data.crop_area is 0.5 to 0.1"),
-        ({"data.cache": "disk"}, "data.cache is"),
+        ({"data.cache": "disc"}, "data.cache is"),
         ({"data.cache": "files", "data.data_service": "a:1"}, "use one of them"),
         ({"data.in_memory": True}, 'unknown key "data.in_memory"'),
         ({"training.batch_size": 2, "data.repeats": 2}, "training.batch_size 2 has one: use 4 or more"),
