@@ -2,7 +2,7 @@
 
 Examples:
   python -m vit_tpu.train
-      the embedded digits: a small ViT to 98 % in about a minute on a CPU
+      the embedded digits: a small ViT to about 98 % in about a minute on a CPU
   python -m vit_tpu.train --config=experiments/cifar10.yaml --set data.path=/data/cifar10
       an experiment file with one key changed
   python -m vit_tpu.train --config=experiments/cifar10.yaml --optimizer=lamb --precision=mixed_bfloat16
