@@ -8,7 +8,7 @@ import tiny
 
 from vit_tpu import optim
 from vit_tpu.errors import UserError
-from vit_tpu.models import guard, step
+from vit_tpu.models import accept, guard
 from vit_tpu.optim.loss_scale import LossScale
 
 
@@ -470,6 +470,6 @@ def tf_policy(policy):
 
 def test_jit_is_chosen_off_on_a_cpu_and_is_the_users_to_set():
     strategy = tf.distribute.get_strategy()
-    assert step.choose_jit(None, strategy) is bool(tf.config.list_physical_devices("GPU"))
-    assert step.choose_jit(True, strategy) is True
-    assert step.choose_jit(False, strategy) is False
+    assert accept.choose_jit(None, strategy) is bool(tf.config.list_physical_devices("GPU"))
+    assert accept.choose_jit(True, strategy) is True
+    assert accept.choose_jit(False, strategy) is False

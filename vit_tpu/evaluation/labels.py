@@ -98,12 +98,7 @@ def read_map(path: str | os.PathLike[str], outputs: Sequence[str], names: Sequen
     Raises:
       UserError: unreadable, or a name that nobody has.
     """
-    try:
-        given = json.loads(pathlib.Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"labels map {path} cannot be read ({error})") from None
-    except ValueError as error:
-        raise UserError(f"labels map {path} is no JSON ({error})") from None
+    given = _json(path, "labels map")
     if isinstance(given, list):
         if len(given) != classes:
             raise UserError(f"labels map {path} lists {len(given)} classes, but the head has {classes} outputs")
@@ -131,12 +126,7 @@ def read_real(path: str | os.PathLike[str], source: Source, classes: int) -> tup
     Raises:
       UserError: unreadable, another number of sets than images, or a label that the head does not have.
     """
-    try:
-        sets = json.loads(pathlib.Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"ReaL labels {path} cannot be read ({error})") from None
-    except ValueError as error:
-        raise UserError(f"ReaL labels {path} are no JSON ({error})") from None
+    sets = _json(path, "ReaL labels")
     if not isinstance(sets, list) or not all(isinstance(s, list) and all(type(i) is int for i in s) for s in sets):
         raise UserError(f"ReaL labels {path} are no list of lists of numbers")
     top = max((label for each in sets for label in each), default=0)
@@ -207,3 +197,12 @@ def _index(value: Any, names: Sequence[str], count: int, where: str) -> int:
 def _spoken(names: Sequence[str]) -> bool:
     """Whether these are names that somebody gave, not just numbers."""
     return bool(names) and tuple(names) != tuple(str(i) for i in range(len(names)))
+
+
+def _json(path: str | os.PathLike[str], what: str) -> Any:
+    try:
+        return json.loads(pathlib.Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {path} cannot be read ({error})") from None
+    except ValueError as error:
+        raise UserError(f"{what} {path} is no JSON ({error})") from None

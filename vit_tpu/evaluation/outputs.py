@@ -15,7 +15,7 @@ from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError, nearest
 from vit_tpu.evaluation.loading import Trained
-from vit_tpu.models.step import choose_jit
+from vit_tpu.models.accept import choose_jit
 from vit_tpu.models.vit import ViT
 from vit_tpu.settings import Config
 from vit_tpu.training import inputs

@@ -20,10 +20,9 @@ from vit_tpu import losses
 from vit_tpu import metrics as metric_kinds
 from vit_tpu.errors import UserError
 from vit_tpu.layers import drop
-from vit_tpu.models import guard
+from vit_tpu.models import accept, guard
 from vit_tpu.optim import decay
 from vit_tpu.optim.base import GroupedOptimizer
-from vit_tpu.optim.build import build
 from vit_tpu.optim.ema import Ema
 from vit_tpu.optim.loss_scale import LossScale
 
@@ -72,7 +71,7 @@ class StepModel(keras.Model):
         Raises:
           UserError: what cannot work together; says what would.
         """
-        _check_positive(
+        accept.check_positive(
             accumulation_steps=accumulation_steps, steps_per_execution=steps_per_execution, max_skipped=max_skipped
         )
         self.compiled: dict[str, Any] = {
@@ -81,7 +80,7 @@ class StepModel(keras.Model):
             "layer_decay": layer_decay, "max_skipped": max_skipped, "check_numerics": check_numerics,
             "run_eagerly": run_eagerly,
         }  # fmt: skip
-        optimizer = _accept_optimizer(optimizer, self.dtype_policy.name)
+        optimizer = accept.accept_optimizer(optimizer, self.dtype_policy.name)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if grad_clip_norm is not None and grad_clip_norm <= 0:
             raise UserError(f"grad_clip_norm={grad_clip_norm} is not positive; leave it out for no clipping")
@@ -90,7 +89,7 @@ class StepModel(keras.Model):
                 f"the gradient would be clipped twice: compile(grad_clip_norm={grad_clip_norm}) and the optimizer's "
                 f"global_clipnorm={inner.global_clipnorm}; keep the first"
             )
-        self.jit = choose_jit(jit_compile, self.distribute_strategy)
+        self.jit = accept.choose_jit(jit_compile, self.distribute_strategy)
         replicas = self.distribute_strategy.num_replicas_in_sync
         super().compile(
             optimizer=optimizer, loss=losses.get(loss), weighted_metrics=[],
@@ -161,7 +160,7 @@ class StepModel(keras.Model):
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """One step on a batch (images [B, H, W, C], labels[, weights [B]]); returns the metrics and the step's own
         figures."""
-        images, labels, weights = _unpack(data)
+        images, labels, weights = accept.unpack(data)
         optimizer, counters = self.optimizer, self.counters
         scale = optimizer.loss_scale if isinstance(optimizer, LossScale) else None
         seed = drop.fold(tf.constant([self.compiled["seed"], 0]), tf.cast(counters.steps, tf.int64))
@@ -176,7 +175,7 @@ class StepModel(keras.Model):
             total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, [total, count])
         # Gradients so far are sums over all examples divided by one replica's static batch; one factor makes them the
         # mean, unscaled.
-        factor = _static_batch(images) / tf.maximum(count, 1.0)
+        factor = accept.static_batch(images) / tf.maximum(count, 1.0)
         if scale is not None:
             factor = factor / scale
         loss = total / tf.maximum(count, 1.0)
@@ -207,7 +206,7 @@ class StepModel(keras.Model):
         """Returns gradients of the scaled loss sum / static batch, the loss sum, the example count and the logits
         [B, C]."""
         micro = self.compiled["accumulation_steps"]
-        batch = _static_batch(images)
+        batch = accept.static_batch(images)
         if batch % micro:
             near = [str(size) for size in (batch // micro * micro, (batch // micro + 1) * micro) if size]
             raise UserError(
@@ -253,7 +252,7 @@ class StepModel(keras.Model):
     @_as_written
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Adds a batch (images, labels[, weights]) to the metrics; "count" is the number of real examples so far."""
-        images, labels, weights = _unpack(data)
+        images, labels, weights = accept.unpack(data)
         logits = self(images, training=False)
         each = self.loss.call(labels, logits)
         self.loss_tracker.update_state(tf.where(weights > 0, each, 0.0), weights)
@@ -284,55 +283,3 @@ class StepModel(keras.Model):
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """A loaded model is not compiled: say again how to train it."""
-
-
-def choose_jit(jit_compile: bool | None, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether our own code asks XLA to compile; TPUs compile the step themselves."""
-    if isinstance(strategy, tf.distribute.TPUStrategy):
-        return False
-    if jit_compile is not None:
-        return jit_compile
-    return bool(tf.config.list_physical_devices("GPU"))
-
-
-def _accept_optimizer(optimizer: Any, policy: str) -> Any:
-    if isinstance(optimizer, str):
-        optimizer = build(optimizer, 1e-3)
-    if not isinstance(optimizer, GroupedOptimizer | LossScale):
-        package = type(optimizer).__module__.split(".")[0]
-        whose = " of Keras 3" if package == "keras" else ""
-        raise UserError(
-            f"optimizer {type(optimizer).__name__}{whose} is not one of vit_tpu.optim (LAMB, Adafactor, "
-            "AdamW, SGD, LossScale); "
-            "others would count skipped updates and have no head and body decay"
-        )
-    if policy == "mixed_float16" and not isinstance(optimizer, LossScale):
-        optimizer = LossScale(optimizer)  # float16 gradients underflow without it, as Keras itself does
-    return optimizer
-
-
-def _unpack(data: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    images, labels, weights = keras.utils.unpack_x_y_sample_weight(data)
-    if labels is None:
-        raise UserError("a batch without labels: fit and evaluate read (images, labels) or (images, labels, weights)")
-    labels = tf.convert_to_tensor(labels)
-    if labels.shape.rank == 2 and labels.shape[-1] == 1:
-        labels = labels[:, 0]  # Keras' own array adapter adds this axis
-    if weights is None:
-        weights = tf.ones([tf.shape(images)[0]], tf.float32)
-        weights.set_shape(images.shape[:1])
-    return images, labels, tf.reshape(tf.cast(weights, tf.float32), [-1])
-
-
-def _static_batch(images: tf.Tensor) -> int:
-    batch = images.shape[0]
-    if batch is None:
-        raise UserError("the batch size is not static: batch the data with drop_remainder=True, or give fit a "
-            "batch_size that divides the number of examples")
-    return batch
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UserError(f"{name}={value!r} is not a positive whole number")
