@@ -264,7 +264,7 @@ python -m vit_tpu.plan --config=experiments/vit_G14_jft.yaml --chip=v3 --batch_p
 python -m vit_tpu.plan --model=B/16 --compare pool=map,gap,tok --cycles
 ```
 
-This page is written by `python benchmarks/plan_tables.py{flags}`; nothing in it is edited by hand.
+This page is written by `python benchmarks/plan_tables.py{flags}`.
 """
 READING = """## How to read the tables
 
@@ -291,6 +291,7 @@ def main() -> None:
     made += [giants(args.giants.split(","))] if args.giants else []
     verdicts = [row for _, rows in made for row in rows]
     given = {"giants": args.giants, "cycles": args.cycles, "only": "" if args.only == ",".join(MADE) else args.only}
+    given["peers"] = ",".join(pathlib.Path(path).name for path in args.peers.split(",") if path)
     flags = "".join(f" --{name}={value}" for name, value in given.items() if value)
     by = show.by_whom(plan(False))
     parts = [INTRO.format(by=by[0].upper() + by[1:], flags=flags)]
