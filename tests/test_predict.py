@@ -152,3 +152,12 @@ def test_full_disk_is_one_line(flag, pictures, tmp_path, capsys):
     assert predict.main([f"--workdir={trained_runs.digits()}", str(pictures / "001.png"), f"--{flag}={path}"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "cannot be written (No space left on device)" in lines[0]
+
+
+def test_a_misspelt_file_is_guessed_by_its_name_alone(tmp_path, capsys):
+    (tmp_path / "kitten.png").write_bytes(b"x")
+    (tmp_path / ".hidden.png").write_bytes(b"x")
+    for given, words in (("kiten.png", 'did you mean "kitten.png"'), ("0815", "there is no file")):
+        assert predict.main([f"--workdir={trained_runs.digits()}", str(tmp_path / given)]) == 2
+        error = capsys.readouterr().err
+        assert words in error and ("did you mean" in error) == (given == "kiten.png")

@@ -53,13 +53,11 @@ def collect(named: Sequence[str], lines: TextIO | None = None) -> tuple[list[str
         raise UserError("no images: name files, folders or globs, or - with names on standard input")
     if not any(_exists(name) for name in found):
         folder = os.path.dirname(found[0]) or "."
-        siblings = (
-            [os.path.join(os.path.dirname(found[0]), n) for n in os.listdir(folder)] if os.path.isdir(folder) else []
-        )
+        # Names alone: a long folder in common would make any two paths alike.
+        siblings = [name for name in os.listdir(folder) if name[0] != "."] if os.path.isdir(folder) else []
         more = f" (nor any of the other {len(found) - 1})" if len(found) > 1 else ""
-        raise UserError(
-            f"there is no file {shown(found[0]) or 'with an empty name'}{nearest(found[0], siblings)}{more}"
-        )
+        hint = nearest(os.path.basename(found[0]), siblings)
+        raise UserError(f"there is no file {shown(found[0]) or 'with an empty name'}{hint}{more}")
     return found, notes
 
 
