@@ -90,6 +90,20 @@ def test_advice_for_gpus(capability, policy):
         assert f"{capability[0]}.{capability[1]}" in reason
 
 
-def test_a_cpu_is_advised_float32():
-    assert precision.recommended() == "float32"
-    assert "CPU" in precision.explain()[1]
+@pytest.mark.parametrize(
+    "flags, policy",
+    [
+        ({"avx2"}, "float32"),
+        ({"avx512f", "avx512_bf16"}, "mixed_bfloat16"),
+        ({"amx_bf16"}, "mixed_bfloat16"),
+        (set(), "float32"),
+    ],
+)
+def test_advice_for_cpus(flags, policy):
+    chosen, reason = precision.for_cpu(frozenset(flags))
+    assert chosen == policy and "CPU" in reason
+
+
+def test_this_cpu_is_advised_by_its_own_flags():
+    assert precision.explain() == precision.for_cpu(precision.cpu_flags())
+    assert precision.cpu_flags()  # Linux names them

@@ -57,7 +57,29 @@ def explain() -> tuple[str, str]:
     if gpus:
         details = tf.config.experimental.get_device_details(gpus[0])
         return for_gpu(details.get("compute_capability"))
-    return "float32", ("CPUs without bfloat16 units emulate it: slower with XLA, many times slower without")
+    return for_cpu(cpu_flags())
+
+
+def for_cpu(flags: frozenset[str]) -> tuple[str, str]:
+    """Returns the recommended policy for a CPU with these instruction sets, and the reason."""
+    if {"avx512_bf16", "amx_bf16"} & flags:
+        return "mixed_bfloat16", (
+            "this CPU has bfloat16 instructions, which make a step without XLA faster (S/16: 1.6 times, measured); with "
+            "XLA float32 is as fast"
+        )
+    return "float32", (
+        "this CPU has no bfloat16 instructions: half precision is emulated, slower with XLA, many times slower without"
+    )
+
+
+def cpu_flags() -> frozenset[str]:
+    """Returns the instruction sets of this CPU as Linux names them; nothing elsewhere."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            found = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return frozenset()
+    return frozenset(found.partition(":")[2].split())
 
 
 def for_gpu(capability: tuple[int, int] | None) -> tuple[str, str]:

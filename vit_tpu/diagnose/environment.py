@@ -118,19 +118,13 @@ def _precision(machine: Machine, policy: str | None) -> Iterator[Finding]:
     elif machine.gpus:
         best, why = precision.for_gpu(machine.gpus[0].capability)
     else:
-        native = bool({"avx512_bf16", "amx_bf16", "bf16"} & machine.cpu_flags)
-        best = "float32"
-        why = (
-            "this CPU has bfloat16 instructions, which speed up matrix products alone, and only without XLA"
-            if native
-            else "this CPU has no bfloat16 instructions: half precision is emulated, several times slower"
-        )
+        best, why = precision.for_cpu(machine.cpu_flags)
     if policy is None or policy == best:
         yield Finding("ok", "precision", f"{best}: {why}")
+    elif policy == "float32" and not machine.gpus and not machine.tpus:
+        yield Finding("ok", "precision", f"float32; {why}")
     elif policy == "float32":
         yield Finding("note", "precision", f"float32 is what will run; {best} would be faster here: {why}")
-    elif best == "float32" and policy == "mixed_bfloat16" and "matrix products" in why:
-        yield Finding("note", "precision", f"{policy} on a CPU: {why}")
     elif best == "float32":
         yield Finding("warning", "precision", f"{policy} gains nothing here: {why}", "precision=float32")
     elif policy == "mixed_bfloat16":
@@ -153,9 +147,7 @@ def _xla(machine: Machine) -> Iterator[Finding]:
         text = f"TF_XLA_FLAGS={flags} compiles pieces of graphs, the step's too"
         yield Finding("warning", "xla", text, "unset TF_XLA_FLAGS and use --jit")
     if machine.environment.get("TF_DISABLE_MKL") == "1" or machine.environment.get("TF_ENABLE_ONEDNN_OPTS") == "0":
-        yield Finding(
-            "note", "xla", "oneDNN is switched off by the environment; that changes speed by a few percent at most"
-        )
+        yield Finding("note", "xla", "oneDNN is switched off by the environment: CPU kernels are TensorFlow's own")
 
 
 def _clock(machine: Machine) -> Iterator[Finding]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import platform
 import sys
 import time
 from collections.abc import Mapping
 from importlib import metadata
+
+from vit_tpu import precision
 
 PACKAGES = (
     "tensorflow", "tf_keras", "tf-models-official", "tensorboard", "tensorboard-plugin-profile", "protobuf", "numpy",
@@ -85,7 +86,7 @@ def look() -> Machine:
         gpus=gpus,
         tpus=tpus,
         nvidia_files=tuple(str(path) for path in sorted(pathlib.Path("/dev").glob("nvidia[0-9]*"))),
-        cpu_flags=_cpu_flags(),
+        cpu_flags=precision.cpu_flags(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=_memory_bytes(),
         environment={k: v for k, v in os.environ.items() if k.startswith(("TF_", "XLA_", "CUDA_", "TPU_"))},
@@ -107,15 +108,6 @@ def _xla_error() -> str | None:
         return None if abs(float(function(tf.zeros([8]))) - 16.0) < 1e-4 else "a compiled function gives a wrong number"
     except Exception as error:  # whatever it is, it is the finding
         return " ".join(str(error).split())[:200]
-
-
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset({platform.machine()})
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(found.partition(":")[2].split())
 
 
 def _memory_bytes() -> int | None:
