@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +60,29 @@ def execute(
     except FloatingPointError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+
+
+def check_file(flag: str, path: str | None) -> None:
+    """Raises UserError if the file of a flag can clearly not be written, before minutes of computing."""
+    if not path:
+        return
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise UserError(f"--{flag}={path}: there is no folder {folder}")
+    if os.path.isdir(path):
+        raise UserError(f"--{flag}={path} is a folder: name a file")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"--{flag}={path} cannot be written (no permission): choose another place")
+
+
+def write_json(path: str, facts: Any) -> None:
+    """Writes the facts of a result for machines."""
+    try:
+        with open(path, "w") as file:
+            json.dump(facts, file, indent=1)
+            file.write("\n")
+    except OSError as error:
+        raise UserError(f"--json={path} cannot be written ({error.strerror})") from None
 
 
 def _wrong(message: str) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from vit_tpu.command import execute
+from vit_tpu.command import check_file, execute, write_json
 from vit_tpu.errors import UserError, nearest
 
 SETTINGS = ("num_heads", "gelu", "epsilon", "norm_position", "pool", "image_size", "patch_size")
@@ -43,9 +43,7 @@ def _define(flags: Any, values: Any) -> None:
 
 
 def _run(values: Any, files: list[str]) -> int:
-    import json
-    import pathlib
-
+    check_file("json", values.json)
     if len(files) not in (1, 2):
         raise UserError(f"give SRC and DST, not {len(files)} files: python -m vit_tpu.convert SRC DST --format=timm")
     if len(files) == 2 and values.format is None:
@@ -66,7 +64,7 @@ def _run(values: Any, files: list[str]) -> int:
         print(report)
         found = report.to_dict()
     if values.json:
-        pathlib.Path(values.json).write_text(json.dumps(found, indent=1) + "\n")
+        write_json(values.json, found)
     return 0
 
 

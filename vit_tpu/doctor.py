@@ -20,8 +20,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from vit_tpu import evaluate
-from vit_tpu.command import execute
+from vit_tpu.command import check_file, execute, write_json
 from vit_tpu.errors import UserError, nearest
 
 HARDWARE = ("CPU", "GPU", "TPU")
@@ -57,14 +56,14 @@ def _run(values: Any) -> int:
     of_a_run = [name for name in ("hardware", "replicas") if values[name].present]
     if of_a_run and not (values.config or values.set or values.workdir):
         raise UserError(f"--{of_a_run[0]} is about a run: name its --config, or settings with --set")
-    evaluate.check_file("json", values.json)
+    check_file("json", values.json)
     if values.profile:
         from vit_tpu.diagnose import profile
 
         found = profile.read(values.profile)
         print(found)
         if values.json:
-            evaluate.write_json(values.json, dataclasses.asdict(found) | {"advice": found.advice()})
+            write_json(values.json, dataclasses.asdict(found) | {"advice": found.advice()})
         return 0 if found.steps else 1
     if values.replay:
         from vit_tpu.diagnose import replay
@@ -72,7 +71,7 @@ def _run(values: Any) -> int:
         again = replay.replay(values.replay)
         print(again)
         if values.json:
-            evaluate.write_json(values.json, dataclasses.asdict(again))
+            write_json(values.json, dataclasses.asdict(again))
         return 1 if again.run.culprit else 0
     from vit_tpu.diagnose import examine, findings
 
@@ -81,7 +80,7 @@ def _run(values: Any) -> int:
     )
     print(findings.report(results))
     if values.json:
-        evaluate.write_json(values.json, [dataclasses.asdict(finding) for finding in results])
+        write_json(values.json, [dataclasses.asdict(finding) for finding in results])
     return 1 if findings.must_be_fixed(results) else 0
 
 

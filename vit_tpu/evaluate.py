@@ -20,7 +20,8 @@ import sys
 import types
 from typing import Any
 
-from vit_tpu.command import execute
+from vit_tpu import model_flags
+from vit_tpu.command import execute, write_json
 from vit_tpu.errors import UserError
 
 
@@ -28,84 +29,12 @@ def main(arguments: list[str] | None = None) -> int:
     return execute(_define, _run, __doc__, arguments)
 
 
-def define_model(flags: Any, values: Any) -> None:
-    """Defines the flags that say which model; `predict` has them too."""
-
-    def text(name: str, default: str | None, help_: str) -> None:
-        flags.DEFINE_string(name, default, help_, flag_values=values)
-
-    text("workdir", None, "folder of the run whose model it is")
-    text("checkpoint", "newest", "with --workdir: newest, best (of the highest validation accuracy) or a step")
-    text("weights", None, "weight file instead of a run (.npz, .safetensors, as for --init_from)")
-    text("model", None, "with --weights: shape and patch size, such as B/16; default: what the file says")
-    text("class_names", None, "with --weights: file with a class name a line, in label order")
-    text("normalize", "half", "with --weights: images it was trained on: half (in [-1, 1]) or imagenet (mean and std)")
-    text("precision", None, "float32, mixed_bfloat16 or mixed_float16; default: the run's")
-    text("strategy", "auto", "auto, cpu, gpu, mirrored or tpu")
-    text("tpu", None, "local, or the name or address of a TPU")
-    text("json", None, "also write the result to this file")
-    flags.DEFINE_integer("batch_size", None, "images at a time; default: the run's", flag_values=values)
-    flags.DEFINE_boolean("ema", None, "the average of the weights; default: if the run kept one", flag_values=values)
-    flags.DEFINE_multi_string("set", [], "key=value for any key of the config; may be repeated", flag_values=values)
-
-
-def check_model(values: Any) -> None:
-    """Raises UserError for flags that do not say which model, before anything is loaded."""
-    if bool(values.workdir) == bool(values.weights):
-        raise UserError("give --workdir=RUN or --weights=FILE: whose model it is")
-    check_file("json", values.json)
-    for name in ("model", "class_names", "normalize"):
-        if values.workdir and values[name].present:
-            raise UserError(f"--{name} goes with --weights; a run knows its own")
-    if values.weights and values["checkpoint"].present:
-        raise UserError("--checkpoint goes with --workdir")
-    if values.weights and values["ema"].present:
-        raise UserError("--ema goes with --workdir: a weight file holds one set of weights")
-
-
-def check_file(flag: str, path: str | None) -> None:
-    """Raises UserError if the file of a flag can clearly not be written, before minutes of computing."""
-    if not path:
-        return
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise UserError(f"--{flag}={path}: there is no folder {folder}")
-    if os.path.isdir(path):
-        raise UserError(f"--{flag}={path} is a folder: name a file")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UserError(f"--{flag}={path} cannot be written (no permission): choose another place")
-
-
-def load_model(values: Any, data: str | None = None) -> Any:
-    """Returns the `Trained` model that the flags name."""
-    from vit_tpu import config as configs
-    from vit_tpu.evaluation import loading  # TensorFlow loads here, after the cheap checks
-
-    overrides = loading.data_overrides(data) if data is not None else {}
-    overrides |= dict(configs.pairs(values.set))
-    overrides |= {"model.variant": values.model} if values.model else {}
-    overrides |= {"precision": values.precision} if values.precision else {}
-    where = {"strategy": values.strategy, "tpu": values.tpu}
-    if values.workdir:
-        return loading.from_run(
-            values.workdir, ema=values.ema, checkpoint=values.checkpoint, overrides=overrides, **where
-        )
-    names = loading.read_class_names(values.class_names) if values.class_names else ()
-    return loading.from_weights(
-        values.weights,
-        overrides,
-        normalize=values.normalize,
-        class_names=names,
-        verbose=True,
-        **where,
-    )
-
-
 def _define(flags: Any, values: Any) -> None:
     def text(name: str, default: str | None, help_: str) -> None:
         flags.DEFINE_string(name, default, help_, flag_values=values)
 
-    define_model(flags, values)
+    model_flags.define(flags, values)
+    model_flags.define_where(flags, values)
     text(
         "data",
         None,
@@ -123,7 +52,7 @@ def _define(flags: Any, values: Any) -> None:
 
 
 def _run(values: Any) -> int:
-    check_model(values)
+    model_flags.check(values)
     shots, neighbours = _numbers(values.fewshot, "fewshot"), _numbers(values.knn, "knn")
     temperature = _positive(values.temperature, "temperature")
     if values.split not in ("train", "validation", "all"):
@@ -132,7 +61,7 @@ def _run(values: Any) -> int:
         raise UserError(f"--plots={values.plots} is a file: name a folder")
     if values.weights and values.data is None and not any(s.startswith("data.") for s in values.set):
         raise UserError("--weights needs --data: a folder of class folders, an .npz file, or digits")
-    trained = load_model(values, values.data)
+    trained = model_flags.load(values, values.data)
     if shots or neighbours or values.probe:
         if values.real or values.labels_map:
             raise UserError("--real and --labels_map judge the head; --fewshot, --knn and --probe do not use it")
@@ -157,18 +86,6 @@ def _run(values: Any) -> int:
     if values.json:
         write_json(values.json, result.to_dict())
     return 0
-
-
-def write_json(path: str, facts: Any) -> None:
-    """Writes the facts of a result for machines."""
-    import json
-
-    try:
-        with open(path, "w") as file:
-            json.dump(facts, file, indent=1)
-            file.write("\n")
-    except OSError as error:
-        raise UserError(f"--json={path} cannot be written ({error.strerror})") from None
 
 
 def _numbers(text: str | None, name: str) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ import sys
 import types
 from typing import Any
 
-from vit_tpu import evaluate
-from vit_tpu.command import execute
+from vit_tpu import model_flags
+from vit_tpu.command import check_file, execute, write_json
 from vit_tpu.errors import UserError
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".pdf", ".svg")
@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _define(flags: Any, values: Any) -> None:
-    evaluate.define_model(flags, values)
+    model_flags.define(flags, values)
+    model_flags.define_where(flags, values)
     flags.DEFINE_integer("top", 5, "classes to name for each file", flag_values=values)
     flags.DEFINE_string(
         "out", None, "write the rows to this .csv or .jsonl instead of the terminal", flag_values=values
@@ -51,14 +52,14 @@ def _define(flags: Any, values: Any) -> None:
 def _run(values: Any, named: list[str]) -> int:
     import os
 
-    evaluate.check_model(values)
+    model_flags.check(values)
     if values.top < 1:
         raise UserError(f"--top={values.top}: ask for 1 class or more")
     if values.sheet_images < 1:
         raise UserError(f"--sheet_images={values.sheet_images}: ask for 1 picture or more")
     for name in ("sheet", "explain"):
         path = getattr(values, name)
-        evaluate.check_file(name, path)
+        check_file(name, path)
         if path and not path.lower().endswith(PICTURES):
             raise UserError(f"--{name}={path}: end the name in {', '.join(PICTURES)}")
     from vit_tpu.evaluation import files, predicting  # TensorFlow loads here
@@ -67,7 +68,7 @@ def _run(values: Any, named: list[str]) -> int:
         predicting.check_out(values.out)
     found, notes = files.collect(named, sys.stdin)
     _check_outputs(values, found)
-    trained = evaluate.load_model(values)
+    trained = model_flags.load(values)
     if values.explain and values.attention == "map" and trained.model.pool != "map":
         raise UserError(f"--attention=map: this model pools by {trained.model.pool}, it has no MAP head; use rollout")
     for note in notes:
@@ -122,7 +123,7 @@ def _predict(values: Any, trained: Any, found: list[str]) -> int:
             "images_per_second": speed.images_per_second,
             "unreadable": [{"file": files.shown(name), "reason": unreadable.reasons[name]} for name in missing],
         }  # fmt: skip
-        evaluate.write_json(values.json, facts)
+        write_json(values.json, facts)
     return 1 if missing else 0
 
 

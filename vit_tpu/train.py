@@ -19,11 +19,10 @@ Exit codes: 0 done, 1 failed, 2 wrong use, 75 interrupted and saved (run it agai
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
-from vit_tpu.command import execute
+from vit_tpu.command import check_file, execute, write_json
 from vit_tpu.errors import UserError
 
 # flag -> (key, what it is)
@@ -122,13 +121,11 @@ def _loss_scale(value: str) -> list[str]:
 
 def _run(values: Any) -> int:
     import dataclasses
-    import json
 
     from vit_tpu.config import load_config
 
     config = load_config(values.config, overrides(values))
-    if values.json and not os.path.isdir(os.path.dirname(values.json) or "."):
-        raise UserError(f"--json={values.json}: there is no folder {os.path.dirname(values.json)}")
+    check_file("json", values.json)
     from vit_tpu.training.run import dry_run, run  # TensorFlow loads here, after the cheap checks
 
     if values.dry_run:
@@ -136,8 +133,7 @@ def _run(values: Any) -> int:
         return 0
     summary = run(config, values.workdir)
     if values.json:
-        with open(values.json, "w") as file:
-            json.dump(dataclasses.asdict(summary), file, indent=1)
+        write_json(values.json, dataclasses.asdict(summary))
     return 75 if summary.status == "interrupted" else 0
 
 

@@ -1,9 +1,9 @@
-"""What `python -m vit_tpu.export` does: finds the model and its data, then `export_model`."""
+"""What `python -m vit_tpu.export` does with a loaded model: finds its data, then `export_model`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,53 +11,36 @@ import numpy as np
 from vit_tpu import config as configs
 from vit_tpu.data import pipeline
 from vit_tpu.errors import UserError
-from vit_tpu.evaluation import loading, run_folder
+from vit_tpu.evaluation import run_folder
 from vit_tpu.evaluation.loading import Trained
 from vit_tpu.exporting.artefact import ExportReport, export_model
 from vit_tpu.training import inputs
 
 
 def export_trained(
+    trained: Trained,
     folder: str | os.PathLike[str],
-    format: str = "saved_model",
-    *,
-    workdir: str | os.PathLike[str] | None = None,
-    checkpoint: str = "newest",
-    weights: str | None = None,
-    normalize: str = "half",
-    variant: str | None = None,
-    class_names: str | os.PathLike[str] | None = None,
-    ema: bool | None = None,
-    calibration: int = 100,
-    examples: int = 64,
-    overrides: Sequence[str] = (),
+    format: str,
+    workdir: str | None,
+    calibration: int,
+    examples: int,
 ) -> ExportReport:
-    """Exports the model of a run's folder or of a weight file; see `vit_tpu.export_model`.
+    """Exports a loaded model with what its data and its run add; see `vit_tpu.export_model`.
 
     Args:
+      trained: from a run's folder or a weight file.
       folder: to write; must not exist.
       format: as in `export_model`.
-      workdir: of a run, or None; checkpoint: newest, best or a step of it.
-      weights, variant: of a weight file, or None; normalize: as in `evaluation.loading.from_weights`.
-      class_names: file of names; the run's own if None.
-      ema: as in `evaluation.loading.from_run`.
+      workdir: of the run, for the card; None for a weight file.
       calibration: training images for tflite_int8.
       examples: validation images to compare on; 0 compares on noise.
-      overrides: changes of the config, such as "data.path=elsewhere".
     """
-    if workdir is not None:
-        trained = loading.from_run(workdir, ema=ema, checkpoint=checkpoint, overrides=overrides)
-    else:
-        assert weights is not None
-        given = [f"model.variant={variant}", *overrides] if variant else overrides
-        trained = loading.from_weights(weights, given, normalize=normalize)
-    names = loading.read_class_names(class_names) if class_names else trained.names
     config = trained.config
     batches = list(_images(trained, "train", calibration)) if format == "tflite_int8" else []
     samples = _samples(trained, examples)
     print(f"exporting {trained.weights}", flush=True)
     return export_model(
-        trained.model, folder, format, class_names=names, crop="central" if config.data.crop == "inception" else
+        trained.model, folder, format, class_names=trained.names, crop="central" if config.data.crop == "inception" else
         "resize", loss=config.training.loss, calibration=batches, samples=samples, facts=_facts(trained, workdir),
     )  # fmt: skip
 
