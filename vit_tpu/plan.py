@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from vit_tpu.command import execute
+from vit_tpu.command import check_file, execute, write_json
 
 SHORTCUTS = {
     "model": ("model.variant", "shape and patch size, such as S/16 or G/14"),
@@ -105,22 +105,7 @@ def _config(path: str | None, overrides: list[str]) -> Any:
     return configs.validate(config)
 
 
-def _check_files(values: Any) -> None:
-    """Refuses, before the minutes of compiling, files that could not be written after them."""
-    import os
-
-    from vit_tpu.errors import UserError
-
-    for name in ("json", "png"):
-        path = values[name].value
-        folder = os.path.dirname(path or "") or "."
-        if path and (os.path.isdir(path) or not os.access(folder, os.W_OK)):
-            raise UserError(f'--{name} "{path}" cannot be written: name a file in a folder that exists')
-
-
 def _run(values: Any) -> int:
-    import json
-
     from vit_tpu.errors import UserError
     from vit_tpu.tpu import planner, show, topologies
     from vit_tpu.tpu.compiler import CompilerError
@@ -138,7 +123,8 @@ def _run(values: Any) -> int:
         raise UserError("--advice is for one plan: leave --compare and further chips away")
     if values.limit <= 0:
         raise UserError(f"--limit={values.limit:g} leaves no time: give seconds, 1800 by default")
-    _check_files(values)
+    for name in ("json", "png"):  # before the minutes of compiling
+        check_file(name, values[name].value)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -156,8 +142,7 @@ def _run(values: Any) -> int:
         return 1
     print(show.comparison(plans, labels) if several else str(plans[0]))
     if values.json:
-        with open(values.json, "w") as file:
-            json.dump([p.to_dict() for p in plans] if several else plans[0].to_dict(), file, indent=1)
+        write_json(values.json, [p.to_dict() for p in plans] if several else plans[0].to_dict())
     if values.png:
         show.picture(plans, values.png, [", ".join(label) for label in labels] if several else None)
     return 0 if several or plans[0].fits else 1
