@@ -10,7 +10,7 @@ import tensorflow as tf
 from vit_tpu.data import disk_cache, in_memory
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode
-from vit_tpu.data.source import Source
+from vit_tpu.data.source import Source, files
 from vit_tpu.errors import UserError
 
 PIXELS_LIMIT = 2**30  # bytes of pixels that are kept without being asked
@@ -83,21 +83,15 @@ def files_bytes(source: Source) -> int:
 def files_in_memory(source: Source) -> Source:
     """Returns `source` with its encoded files in memory; a file that cannot be read stays where it is."""
 
-    def read(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        one = tf.data.Dataset.from_tensors(index)
-        found = one.map(lambda i: (source.get(i)["image"], True)).ignore_errors()
-        return found.concatenate(one.map(lambda i: ("", False))).take(1).get_single_element()
-
     count = source.num_examples
     with tf.device("CPU:0"):
         # One batch of everything: its strings are moved into place, not copied.
-        read_all = tf.data.Dataset.range(count).map(read, num_parallel_calls=tf.data.AUTOTUNE).batch(count)
-        files, there = read_all.get_single_element()
+        encoded, there = files(source).batch(count).get_single_element()
         labels = tf.constant(source.labels)
         ids = tf.constant([source.name_of(i) for i in range(count)])
 
     def get(index: tf.Tensor) -> dict[str, tf.Tensor]:
-        image = tf.cond(tf.gather(there, index), lambda: tf.gather(files, index), lambda: source.get(index)["image"])
+        image = tf.cond(tf.gather(there, index), lambda: tf.gather(encoded, index), lambda: source.get(index)["image"])
         return {
             "image": tf.ensure_shape(image, []),
             "label": tf.gather(labels, index),

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from vit_tpu.data import tfrecords
-from vit_tpu.data.source import Source
+from vit_tpu.data.source import Source, files
 from vit_tpu.errors import UserError
 
 _HEAD, _FOOT = 12, 4  # of a TFRecord: length and its checksum before the data, the data's checksum behind
@@ -79,19 +79,12 @@ def _whole(records: pathlib.Path, index: pathlib.Path) -> bool:
 
 def _write(source: Source, records: pathlib.Path, index: pathlib.Path) -> None:
     """Copies all readable files; both names appear only when everything is on the disk."""
-
-    def read(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        one = tf.data.Dataset.from_tensors(number)
-        found = one.map(lambda i: (source.get(i)["image"], True)).ignore_errors()
-        return found.concatenate(one.map(lambda i: ("", False))).take(1).get_single_element()
-
     count, at = source.num_examples, 0
     offsets, lengths = np.full(count, -1, np.int64), np.zeros(count, np.int64)
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in (records, index)]
     try:
         with tf.device("CPU:0"), tf.io.TFRecordWriter(str(temporary[0])) as writer:
-            files = tf.data.Dataset.range(count).map(read, num_parallel_calls=tf.data.AUTOTUNE)
-            for i, (data, there) in enumerate(files.prefetch(64).as_numpy_iterator()):
+            for i, (data, there) in enumerate(files(source).prefetch(64).as_numpy_iterator()):
                 if there:
                     writer.write(data)
                     offsets[i], lengths[i] = at, len(data)

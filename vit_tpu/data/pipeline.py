@@ -17,7 +17,6 @@ import tensorflow as tf
 from vit_tpu.data import keys, mixing, order, preprocess, records, service, variation
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.decode import Decode
-from vit_tpu.data.samples import sample_images as sample_images
 from vit_tpu.data.source import Source
 from vit_tpu.data.variation import Variation
 from vit_tpu.errors import UserError, nearest

@@ -48,3 +48,14 @@ def why(error: Exception) -> str:
     text = getattr(error, "strerror", None) or getattr(error, "message", None) or str(error)
     text = re.sub(r"\{\{function_node .*?\}\}|\[Op:\w+\]( name:)?", "", str(text))  # TensorFlow's inner names
     return " ".join(str(text).split())[:300] or type(error).__name__
+
+
+def files(source: Source) -> tf.data.Dataset:
+    """Returns (encoded file, True) of every record, in order; ("", False) of those that cannot be read."""
+
+    def read(index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        one = tf.data.Dataset.from_tensors(index)
+        found = one.map(lambda i: (source.get(i)["image"], True)).ignore_errors()
+        return found.concatenate(one.map(lambda i: ("", False))).take(1).get_single_element()
+
+    return tf.data.Dataset.range(source.num_examples).map(read, num_parallel_calls=tf.data.AUTOTUNE)

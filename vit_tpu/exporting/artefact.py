@@ -22,6 +22,7 @@ from vit_tpu.exporting import card, formats
 from vit_tpu.exporting.servable import Recipe, Servable
 from vit_tpu.models.rebuild import float32_copy
 from vit_tpu.models.vit import ViT
+from vit_tpu.training import inputs
 
 # Largest difference to the float32 model, as a share of max(1, largest output): other kernels add in another order.
 LIMITS = {"saved_model": 1e-5, "onnx": 1e-4, "tflite": 1e-4}
@@ -113,7 +114,7 @@ def export_model(
         trained = loading.as_trained(model)
         model, config = trained.model, trained.config
         class_names = trained.names if class_names is None else class_names
-        crop = crop or ("central" if config.data.crop == "inception" else "resize")
+        crop = crop or inputs.eval_crop(config)
         loss = loss or config.training.loss
     target = pathlib.Path(folder)
     if os.path.lexists(target):

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from vit_tpu import config as configs
-from vit_tpu.data import pipeline
 from vit_tpu.errors import UserError
-from vit_tpu.evaluation import run_folder
+from vit_tpu.evaluation import loading, run_folder
 from vit_tpu.evaluation.loading import Trained
 from vit_tpu.exporting.artefact import ExportReport, export_model
 from vit_tpu.training import inputs
@@ -35,14 +34,10 @@ def export_trained(
       calibration: training images for tflite_int8.
       examples: validation images to compare on; 0 compares on noise.
     """
-    config = trained.config
     batches = list(_images(trained, "train", calibration)) if format == "tflite_int8" else []
     samples = _samples(trained, examples)
     print(f"exporting {trained.weights}", flush=True)
-    return export_model(
-        trained.model, folder, format, class_names=trained.names, crop="central" if config.data.crop == "inception" else
-        "resize", loss=config.training.loss, calibration=batches, samples=samples, facts=_facts(trained, workdir),
-    )  # fmt: skip
+    return export_model(trained, folder, format, calibration=batches, samples=samples, facts=_facts(trained, workdir))
 
 
 def _samples(trained: Trained, count: int) -> np.ndarray | None:
@@ -64,12 +59,14 @@ def _images(trained: Trained, split: str, count: int) -> Iterator[np.ndarray]:
         if split == "train":
             raise UserError(f"tflite_int8 takes its value ranges from training images, but {error}") from None
         raise
-    crop = "central" if config.data.crop == "inception" else "resize"
     model = trained.model
-    images = pipeline.sample_images(source, count, image_size=model.image_size, channels=model.channels, crop=crop)
-    if not len(images["image"]):
+    shaped = loading.with_overrides(
+        config, {"model.image_size": list(model.image_size), "data.channels": model.channels}
+    )
+    images, _ = inputs.sample(shaped, source, count)
+    if not len(images):
         raise UserError(f"{source.name}: no image of the {split} split can be read")
-    yield np.asarray(images["image"], np.float32) / np.float32(127.5) - 1
+    yield images.astype(np.float32) / np.float32(127.5) - 1
 
 
 def _facts(trained: Trained, workdir: str | os.PathLike[str] | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from vit_tpu.data import (
     labels,
     manifests,
     pipeline,
+    samples,
     synthetic,
     tfds,
     tfrecords,
@@ -175,10 +176,25 @@ def eval_data(config: Config, source: Source, broken: BrokenRecords) -> tf.data.
         image_size=config.model.image_size,
         channels=channels(config, source),
         num_classes=num_classes(config, source),
-        crop="central" if config.data.crop == "inception" else "resize",
+        crop=eval_crop(config),
         decode=decode_options(config),
         broken=broken,
     )
+
+
+def eval_crop(config: Config) -> str:
+    """Returns how evaluation brings an image to the model's size: as published for runs that train on random crops."""
+    return "central" if config.data.crop == "inception" else "resize"
+
+
+def sample(config: Config, source: Source, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns up to `count` examples spread over the source, as the evaluation sees them: images uint8 [n, H, W, C]
+    and labels [n]."""
+    found = samples.sample_images(
+        source, count, image_size=config.model.image_size, channels=channels(config, source), crop=eval_crop(config),
+        decode=decode_options(config),
+    )  # fmt: skip
+    return np.asarray(found["image"]), np.asarray(found["label"])
 
 
 def steps_per_epoch(config: Config, source: Source) -> float:

@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu import config as configs
 from vit_tpu import devices
-from vit_tpu.data import samples
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
 from vit_tpu.errors import UserError
@@ -226,11 +224,7 @@ def _samples(config: Config, validation: Source) -> board.Samples | None:
     """Validation examples for TensorBoard's pictures and projector; a thousand are enough to see structure."""
     if validation.labels.ndim != 1:
         return None
-    found = samples.sample_images(
-        validation, 1000, image_size=config.model.image_size, channels=inputs.channels(config, validation),
-        crop="central" if config.data.crop == "inception" else "resize",
-    )  # fmt: skip
-    return board.Samples(np.asarray(found["image"]), np.asarray(found["label"]), validation.class_names)
+    return board.Samples(*inputs.sample(config, validation, 1000), validation.class_names)
 
 
 def _draw(config: Config, model: ViT, validation: Source, folder: str) -> None:
