@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vit_tpu.errors import UserError, nearest
+from vit_tpu.errors import OutOfMemoryError, UserError, WorkerError, nearest
 
 
 def execute(
@@ -57,9 +57,31 @@ def execute(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except FloatingPointError as error:
+    except WorkerError as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return error.code
+    except (FloatingPointError, OutOfMemoryError) as error:
         print(f"failed: {error}", file=sys.stderr)
-        return 1
+        return OUT_OF_MEMORY if isinstance(error, OutOfMemoryError) else 1
+
+
+class _OutOfMemory(int):
+    """Exit code 1, of a process that cannot be trusted to end in order."""
+
+
+OUT_OF_MEMORY = _OutOfMemory(1)
+
+
+def leave(code: int) -> None:
+    """Ends the process with an exit code.
+
+    After a failed allocation at once: XLA may free memory twice when the interpreter takes itself down.
+    """
+    if isinstance(code, _OutOfMemory):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(code)
 
 
 def check_file(flag: str, path: str | None) -> None:

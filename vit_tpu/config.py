@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from vit_tpu import precision
+from vit_tpu import mesh, precision
 from vit_tpu.errors import UserError, nearest
 from vit_tpu.models import variants
 from vit_tpu.settings import CHOICES, RANGES, SECTIONS, Config
@@ -148,6 +148,7 @@ def validate(config: Config) -> Config:
         raise UserError(f"data.channels is {config.data.channels}: give 1 (grey) or 3 (colour)")
     _check_source(config)
     _check_variation(config)
+    _check_mesh(config)
     if t.profile is not None and not 0 < t.profile[0] <= t.profile[1]:
         raise UserError(f"training.profile is {t.profile}: give the first and last step of the window, such as 10,20")
     return config
@@ -176,6 +177,12 @@ def _check_source(config: Config) -> None:
         raise UserError("data.multi_label gives several labels an image, which need training.loss=sigmoid")
     if not all(0 <= value <= 255 for value in data.background):
         raise UserError(f"data.background is {data.background}: give red, green and blue from 0 to 255")
+
+
+def _check_mesh(config: Config) -> None:
+    found, shape = mesh.parse(config.mesh, config.shard), variants.variant(config.model.variant)
+    if found is not None:
+        mesh.check_model(found, config.model.num_heads or shape.num_heads, config.model.mlp_dim or shape.mlp_dim)
 
 
 _MOST_PATCHES = 2**20

@@ -9,6 +9,10 @@ Examples:
       as if it ran on eight TPU cores: which shapes are padded, by how much
   python -m vit_tpu.doctor --profile=runs/first
       where the time of a recorded trace went, and one advice
+  python -m vit_tpu.doctor --memory --config=experiments/vit_G14_jft.yaml --set model.num_classes=1000 --hardware=TPU
+      where the bytes of a step go and what would save some; nothing is built
+  python -m vit_tpu.doctor --ranges --workdir=runs/first
+      the numbers of a step layer by layer, and what float16 and bfloat16 would lose of them
   python -m vit_tpu.doctor --replay=runs/first
       a step whose loss or gradient was not finite, taken again layer by layer, in the run's precision and in float32
 
@@ -40,6 +44,9 @@ def _define(flags: Any, values: Any) -> None:
     flags.DEFINE_integer("replicas", None, "devices that share a batch; default: what is here", flag_values=values)
     flags.DEFINE_string("profile", None, "folder with a trace: read it instead", flag_values=values)
     flags.DEFINE_string("replay", None, "folder of a run that failed: take its bad step again", flag_values=values)
+    flags.DEFINE_boolean("memory", False, "where the bytes of the run's step go, and what would save some",
+                         flag_values=values)  # fmt: skip
+    flags.DEFINE_boolean("ranges", False, "the numbers of the run's next step, layer by layer", flag_values=values)
     flags.DEFINE_string("json", None, "also write the findings to this file", flag_values=values)
 
 
@@ -53,6 +60,9 @@ def _run(values: Any) -> int:
     asked = [name for name in ("profile", "replay", "config") if getattr(values, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} are two questions: ask one at a time")
+    more = [name for name in ("memory", "ranges") if getattr(values, name)]
+    if more and (len(more) > 1 or values.profile or values.replay):
+        raise UserError(f"--{more[0]} is a question of its own: ask one at a time")
     of_a_run = [name for name in ("hardware", "replicas") if values[name].present]
     if of_a_run and not (values.config or values.set or values.workdir):
         raise UserError(f"--{of_a_run[0]} is about a run: name its --config, or settings with --set")
@@ -73,6 +83,10 @@ def _run(values: Any) -> int:
         if values.json:
             write_json(values.json, dataclasses.asdict(again))
         return 1 if again.run.culprit else 0
+    if values.memory:
+        return _memory(values)
+    if values.ranges:
+        return _ranges(values)
     from vit_tpu.diagnose import examine, findings
 
     results = examine.examine(
@@ -82,6 +96,42 @@ def _run(values: Any) -> int:
     if values.json:
         write_json(values.json, [dataclasses.asdict(finding) for finding in results])
     return 1 if findings.must_be_fixed(results) else 0
+
+
+def _memory(values: Any) -> int:
+    from vit_tpu.config import load_config
+    from vit_tpu.diagnose import examine, oom, savings
+
+    config = load_config(values.config, values.set)
+    found = examine.needs(config, values.hardware, values.replicas)
+    print("\n".join([str(found.needs), *oom.needed(found.needs)[1:], *oom.advice(config, found.measure)]))
+    if values.json:
+        changes = [
+            {"change": saving.change, "costs": saving.costs, "saved": saving.saved, "total": saving.total}
+            for saving in savings.alone(config, found.measure)
+        ]
+        write_json(values.json, found.needs.to_dict() | {"changes": changes})
+    return 0
+
+
+def _ranges(values: Any) -> int:
+    import os
+
+    from vit_tpu.config import load_config
+    from vit_tpu.diagnose import ranges
+
+    run = values.workdir and os.path.exists(os.path.join(values.workdir, "config.yaml"))
+    if run and (values.config or values.set):
+        raise UserError(
+            f"--workdir={values.workdir} holds a run, whose own config counts: leave --config and --set out"
+        )
+    if values.workdir and not run:
+        raise UserError(f"--workdir={values.workdir} holds no run; --config looks at one that has not begun")
+    found = ranges.of_run(values.workdir) if run else ranges.of_config(load_config(values.config, values.set))
+    print(found)
+    if values.json:
+        write_json(values.json, found.to_dict())
+    return 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,25 @@ class UserError(ValueError):
     """
 
 
+class OutOfMemoryError(RuntimeError):
+    """There is not enough memory: the message says what was asked, what there is and what to change.
+
+    Commands print it and exit with code 1.
+    """
+
+
+class WorkerError(RuntimeError):
+    """The run is over because of another worker.
+
+    Attributes:
+      code: exit code: 75 if that worker vanished (the same commands go on), else its own, 1 or 2.
+    """
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Returns ' (did you mean "x"?)' for the candidate most like `name`, or an empty string."""
     names = [str(candidate) for candidate in candidates]

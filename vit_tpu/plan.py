@@ -7,6 +7,9 @@ Examples:
       the largest batch that fits on each chip
   python -m vit_tpu.plan --set model.variant=L/16 --compare pool=map,gap,tok --cycles
       one table, with the compiler's estimate of a step's time (minutes)
+  python -m vit_tpu.plan --config=experiments/vit_G14_jft.yaml --mesh=data=8 --batch_per_core=32
+  --compare shard=none,state,full
+      eight cores: the step summed over them, the optimizer's state divided, the weights too
   python -m vit_tpu.plan --config=experiments/vit_G14_jft.yaml --optimizer=adamw --advice
       what to change until it fits, each change compiled
 
@@ -30,6 +33,8 @@ SHORTCUTS = {
     "optimizer": ("optimizer.name", "adamw, lamb, adafactor or sgd"),
     "precision": ("precision", "float32, mixed_bfloat16 or mixed_float16"),
     "accumulation_steps": ("training.accumulation_steps", "micro-batches a batch is cut into"),
+    "mesh": ("mesh", "cores that one model copy is divided over, such as data=4,model=2"),
+    "shard": ("shard", "none, state (moments, average, gradients) or full (weights too), over the mesh's data axis"),
 }
 
 
@@ -51,7 +56,8 @@ FLAGS: list[tuple[str, str, Any, str]] = [
     ("multi_string", "set", [], "key=value for any key of the config"),
     *(("string", name, None, f"{text} ({key})") for name, (key, text) in SHORTCUTS.items()),
     ("string", "chip", "v3", "v2, v3 (default), v4, v5e, v5p, v6e or v7x; several with commas"),
-    ("integer", "cores", 1, "cores that train together; gradients are summed over them"),
+    ("integer", "cores", None, "cores that train together; default those of --mesh or --data_parallel, or 1"),
+    ("integer", "data_parallel", None, "parts of a batch, each on cores of its own: --mesh=data=N in a word"),
     ("string", "batch_per_core", None, "images a step on each core, or auto; default training.batch_size / cores"),
     ("multi_string", "compare", [], "key=a,b,c: one table over the values; of several keys, over every combination"),
     ("boolean", "cycles", False, "also the compiler's estimate of a step's time (minutes)"),
@@ -105,6 +111,25 @@ def _config(path: str | None, overrides: list[str]) -> Any:
     return configs.validate(config)
 
 
+def _cores(cores: int | None, parts: int | None, configs: list[Any]) -> int | None:
+    """Returns on how many cores to plan; None for those of the mesh."""
+    from vit_tpu.errors import UserError
+
+    if parts is None:
+        return cores
+    if parts < 1:
+        raise UserError(f"--data_parallel={parts} is not a positive whole number")
+    if any(config.mesh is not None for config in configs):
+        raise UserError("--data_parallel is the data axis of --mesh: give one of the two")
+    if cores not in (None, parts):
+        raise UserError(
+            f"--data_parallel={parts} parts of a batch and --cores={cores} leave cores without a part: use "
+            f"--data_parallel={cores}"
+            + (f", or --mesh=data={parts},model={cores // parts}" if cores is not None and cores % parts == 0 else "")
+        )
+    return parts
+
+
 def _run(values: Any) -> int:
     from vit_tpu.errors import UserError
     from vit_tpu.tpu import planner, show, topologies
@@ -121,6 +146,7 @@ def _run(values: Any) -> int:
     several = len(configs) * len(chips) > 1
     if values.advice and several:
         raise UserError("--advice is for one plan: leave --compare and further chips away")
+    cores = _cores(values.cores, values.data_parallel, configs)
     if values.limit <= 0:
         raise UserError(f"--limit={values.limit:g} leaves no time: give seconds, 1800 by default")
     for name in ("json", "png"):  # before the minutes of compiling
@@ -135,7 +161,7 @@ def _run(values: Any) -> int:
         for settings, config in zip(combinations, configs):
             if settings:
                 say(f"planning {', '.join(settings)}")
-            plans += planner.make_plans(config, chips, values.cores, values.batch_per_core, options)
+            plans += planner.make_plans(config, chips, cores, values.batch_per_core, options)
             labels += [[*settings, *([chip] if len(chips) > 1 or not settings else [])] for chip in chips]
     except CompilerError as error:
         print(f"failed: {error}", file=sys.stderr)

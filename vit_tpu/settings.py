@@ -146,7 +146,8 @@ class Training:
     seed: int = 0
     deterministic: bool = False
     check_numerics: bool = False
-    board: str = "scalars"  # scalars | full: histograms and pictures in TensorBoard, too
+    # scalars | watch: also update ratios, trust ratios and attention logits | full: also histograms and pictures
+    board: str = "scalars"
     profile: tuple[int, int] | None = None  # first and last step of a profiler window
 
 
@@ -163,6 +164,12 @@ class Config:
     precision: str = "float32"
     strategy: str = "auto"
     tpu: str | None = None
+    virtual_devices: int | None = None  # parts to cut the CPU into, to try out several devices
+    workers: tuple[str, ...] = ()  # host:port of each process of a run on several machines; the first one writes
+    worker: int | None = None  # which of them this process is, from 0
+    worker_timeout: float = 300.0  # seconds to wait for a worker at the start and wherever all meet
+    mesh: str | None = None  # cores of one model copy, such as data=4,model=2
+    shard: str = "none"  # over the data axis: none | state (moments, average, gradients) | full (weights too)
     resume: str = "auto"  # auto | never | a run's folder or checkpoint to continue from
     allow_config_change: bool = False  # continue although the learning rate, the batch, the data, ... differ
     workdir: str | None = None  # None: runs/<name of the config>
@@ -200,6 +207,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "training.grad_clip_norm": (1e-12, 1e12),
     "training.max_rollbacks": (0.0, 1e6),
     "training.seed": (0.0, 2.0**31 - 1),
+    "virtual_devices": (1.0, 1024.0),
+    "worker": (0.0, 65535.0),
+    "worker_timeout": (1.0, 1e6),
 }
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -218,6 +228,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_scale.mode": ("auto", "off", "fixed", "dynamic"),
     "training.loss": ("softmax", "sigmoid"),
     "training.on_nonfinite": ("stop", "rollback"),
-    "training.board": ("scalars", "full"),
-    "strategy": ("auto", "cpu", "gpu", "mirrored", "tpu"),
+    "training.board": ("scalars", "watch", "full"),
+    "shard": ("none", "state", "full"),
+    "strategy": ("auto", "cpu", "gpu", "mirrored", "multi_worker", "tpu"),
 }

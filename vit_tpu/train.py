@@ -14,15 +14,17 @@ Examples:
   --set schedule.cooldown=2000 --allow_config_change
       a cooldown from an older checkpoint of another run
 
-Exit codes: 0 done, 1 failed, 2 wrong use, 75 interrupted and saved (run it again to go on).
+  python -m vit_tpu.train --workers=10.0.0.2:12345,10.0.0.3:12345 --worker=0 --workdir=/shared/run ...
+      two machines: the same on the other one with --worker=1
+
+Exit codes: 0 done, 1 failed, 2 wrong use, 75 interrupted and saved, or another worker is gone (run it again to go on).
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-from vit_tpu.command import check_file, execute, write_json
+from vit_tpu.command import check_file, execute, leave, write_json
 from vit_tpu.errors import UserError
 
 # flag -> (key, what it is)
@@ -42,8 +44,13 @@ SHORTCUTS = {
     "precision": ("precision", "float32, mixed_bfloat16 or mixed_float16"),
     "loss_scale": ("loss_scale", "auto, off, a number to start a dynamic scale from, or fixed:NUMBER"),
     "steps_per_execution": ("training.steps_per_execution", "steps between two returns to Python"),
-    "strategy": ("strategy", "auto, cpu, gpu, mirrored or tpu"),
+    "strategy": ("strategy", "auto, cpu, gpu, mirrored, multi_worker or tpu"),
     "tpu": ("tpu", "local, or the name or address of a TPU"),
+    "virtual_devices": ("virtual_devices", "parts to cut the CPU into, to try out several devices"),
+    "workers": ("workers", "host:port,host:port of all processes of a run on several machines"),
+    "worker": ("worker", "which of the workers this process is, from 0"),
+    "mesh": ("mesh", "cores of a TPU that one model copy is divided over, such as data=4,model=2"),
+    "shard": ("shard", "none, state (moments, average, gradients) or full (weights too), over the mesh's data axis"),
     "profile": ("training.profile", "START,STOP: record these training steps"),
     "seed": ("training.seed", "of order, augmentation, weights and dropout"),
     "init_from": ("init_from", "weight file to start from, or a run's folder or checkpoint"),
@@ -138,4 +145,4 @@ def _run(values: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,12 +1,15 @@
 """The doctor finds each planted fault, says what to do, and is silent where all is well."""
 
+import dataclasses
 import os
+import socket
 
 import numpy as np
 import pytest
 from healthy import machine
 
-from vit_tpu.diagnose import examine, findings
+from vit_tpu import config as configs
+from vit_tpu.diagnose import examine, findings, memory
 from vit_tpu.settings import CHOICES
 
 DIGITS = ["data.source=digits"]
@@ -158,6 +161,67 @@ def test_memory_that_the_host_does_not_have_is_found():
     shape = [f"model.{name}=null" for name in ("width", "depth", "mlp_dim", "num_heads")]
     overrides = [*DIGITS, "model.variant=G/14", "model.image_size=224", *shape]
     told(diagnose(overrides=overrides), "error", "this host has 16.00 GiB", "larger host")
+
+
+LARGE = [f"model.{name}=null" for name in ("width", "depth", "mlp_dim", "num_heads")] + ["model.image_size=224"]
+
+
+def test_step_that_does_not_fit_is_found_with_what_is_enough():
+    found = told(
+        diagnose(overrides=[*DIGITS, *LARGE, "model.variant=S/16", "batch_size=512"]), "error", "a step needs about",
+        "activations", "has 16.00 GiB",
+    )  # fmt: skip
+    assert "training.accumulation_steps=" in found.cure and "leaves" in found.cure
+    overrides = [*DIGITS, *LARGE, "model.variant=S/16", "batch_size=256", "precision=mixed_bfloat16"]
+    needs = memory.breakdown(configs.load_config(None, overrides), 10, 1, hardware="GPU").total
+    for size, level in ((needs - 2**20, "error"), (needs + 2**20, "ok")):
+        card = machine(gpus=[(8, 0)])
+        card = dataclasses.replace(card, gpus=(dataclasses.replace(card.gpus[0], memory=size),))
+        told(diagnose(card, overrides), level, "a step needs about", memory.size_text(size))
+
+
+def test_micro_batches_that_cost_memory_are_found():
+    results = diagnose(overrides=[*DIGITS, *LARGE, "model.variant=B/16", "batch_size=4", "accumulation_steps=2"])
+    told(results, "warning", "2 micro-batches cost more memory than they free", "accumulation_steps=1")
+
+
+def test_large_activations_are_noted():
+    results = diagnose(overrides=[*DIGITS, *LARGE, "model.variant=S/16", "batch_size=160"])
+    found = told(results, "note", "activations take", "of 16.00 GiB")
+    assert "model.remat=block saves" in found.cure
+
+
+def test_state_that_every_core_holds_whole_is_noted():
+    overrides = [*DIGITS, *LARGE, "model.variant=L/16", "strategy=tpu", "tpu=local"]
+    found = told(diagnose(overrides=overrides, hardware="TPU", replicas=8), "note", "each of 8 cores holds the whole")
+    assert "mesh=data=8 shard=state leaves" in found.cure
+    less = diagnose(overrides=[*overrides, "mesh=data=8", "shard=state"], hardware="TPU", replicas=8)
+    assert not any("holds the whole" in f.text for f in less)
+
+
+def workers(here=None, **changes):
+    results = diagnose(here, [*DIGITS, *(f"{key}={value}" for key, value in changes.items())])
+    return [f for f in results if f.topic in ("workers", "config")]
+
+
+def test_workers_that_cannot_be_are_found():
+    several = machine(environment={"TF_CONFIG": "{cluster"})
+    assert "TF_CONFIG is not what TensorFlow expects" in workers(several)[0].text
+    lost = workers(workers="[nowhere.invalid:2222,localhost:2223]", worker=1)
+    assert [f.level for f in lost] == ["error"] and "nobody knows a host nowhere.invalid" in lost[0].text
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        used = workers(workers=f"[localhost:{port},localhost:1]", worker=0)
+    assert [f.level for f in used] == ["error"] and f"port {port} cannot be used" in used[0].text
+
+
+def test_workers_that_can_be_are_healthy_and_share_the_batch():
+    found = workers(workers="[localhost:29871,localhost:29872]", worker=1)
+    assert [f.level for f in found] == ["ok"] and "worker 1 (localhost:29872) of 2" in found[0].text
+    results = diagnose(overrides=[*DIGITS, "workers=[localhost:29871,localhost:29872]", "worker=0", "batch_size=63"])
+    told(results, "error", "63 examples do not divide", "2 replicas")
 
 
 def test_full_disk_is_found(tmp_path, monkeypatch):

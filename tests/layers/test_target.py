@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from vit_tpu import precision
-from vit_tpu.layers import attention, mlp, norm, patches, target, tpu_attention
-from vit_tpu.layers.block import Block, stacked_blocks
+from vit_tpu.layers import attention, mlp, norm, patches, pooling, target, tpu_attention
+from vit_tpu.layers.block import Block, _pieces, stacked_blocks
 
 # Length of the difference as a share of the length. In bfloat16 the two ways round at different places (against float32
 # both are off by 1 to 3 %); leaving out a scale, a transposition or a term gives differences of order 1.
@@ -83,11 +83,34 @@ def test_values_and_gradients_equal_those_elsewhere(name, policy):
 def test_stacked_blocks_equal_those_elsewhere(policy):
     with precision.scope(policy):
         block = Block(24, 3, 40)
-    block.create_weights(stack=2)
-    randomise(block)
+    block.create_weights(stack=4)  # two loops on a TPU
+    for i, variable in enumerate(block.params.values()):
+        variable.assign(draw(variable.shape, i, 0.2))
     x = tf.cast(draw((2, 5, 24), 7), "float32" if policy == "float32" else "bfloat16")
-    plain, tpu = both(lambda x: stacked_blocks(block, 2, x, None, [0.0, 0.0]), list(block.params.values()), x)
+    plain, tpu = both(lambda x: stacked_blocks(block, 4, x, None, [0.0] * 4), list(block.params.values()), x)
     assert_equal(plain, tpu, TOLERANCE[policy])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 7, 12, 40, 48])
+@pytest.mark.parametrize("kept, gradients", [(26, 73), (1, 1), (200, 1), (1, 200)])
+def test_loops_of_a_stack_cover_it_in_order_and_need_no_more_than_equal_ones(depth, kept, gradients):
+    def fullest(pieces):
+        return max(kept * (start + count) + gradients * (depth - start) for start, count in pieces)
+
+    pieces = _pieces(depth, kept, gradients)
+    assert [i for start, count in pieces for i in range(start, start + count)] == list(range(depth))
+    assert len(pieces) <= 4 and all(count > 1 or depth == 1 for _, count in pieces)
+    assert fullest(pieces) <= fullest([(0, depth)])
+    if depth % 4 == 0 and depth > 4:
+        assert fullest(pieces) <= fullest([(i * depth // 4, depth // 4) for i in range(4)])
+
+
+def test_rounding_by_integers_equals_the_cast():
+    plain = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    ties = (np.arange(0x3F80_0000, 0x3F80_0000 + 64 * 0x8000, 0x8000, dtype=np.uint32)).view(np.float32)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-38, -1e-45], np.float32)
+    x = tf.constant(np.concatenate([plain, plain * 1e30, ties, -ties, special]))
+    np.testing.assert_array_equal(tf.cast(target.rounded(x), tf.float32), tf.cast(tf.cast(x, tf.bfloat16), tf.float32))
 
 
 def heads_second(t):
@@ -101,11 +124,10 @@ def test_attention_equals_float64(dtype, tolerance):
     with tf.GradientTape() as tape:
         wanted = tf.nn.softmax(exact[0] @ tf.linalg.matrix_transpose(exact[1])) @ exact[2]
     wanted = [wanted, *tape.gradient(wanted, exact, tf.cast(heads_second(dy), tf.float64))]
-    inputs = [q * 0.25, k, v]
-    with target.tpu(), tf.GradientTape() as tape:
-        tape.watch(inputs)
-        out = tpu_attention.attend(*inputs)
-    for got, value in zip([out, *tape.gradient(out, inputs, dy)], wanted):
+    with target.tpu():
+        out, gradient = tpu_attention.attend(tf.stack([q * 0.25, k, v], 1))
+        found = [out, *gradient(dy)]
+    for got, value in zip(found, wanted):
         assert got.dtype == dtype
         error = np.abs(heads_second(tf.cast(got, tf.float64)) - value).max()
         assert error < tolerance * np.abs(value).max()
@@ -113,7 +135,25 @@ def test_attention_equals_float64(dtype, tolerance):
 
 def test_logits_beyond_float16_do_not_overflow():
     q, k, v = (tf.cast(draw((2, 7, 3, 8), seed, spread), tf.float16) for seed, spread in enumerate((300, 300, 1)))
-    assert np.isfinite(tpu_attention.attend(q, k, v).numpy()).all()
+    assert np.isfinite(tpu_attention.attend(tf.stack([q, k, v], 1))[0].numpy()).all()
+
+
+@pytest.mark.parametrize("where", [contextlib.nullcontext, target.tpu])
+@pytest.mark.parametrize("make, shape", [(lambda: attention.Attention(24, 3), (2, 7, 24)),
+                                         (lambda: pooling.MapPool(24, 3, 40), (2, 7, 24))])  # fmt: skip
+def test_gradient_of_a_key_bias_is_exactly_zero_and_its_value_changes_nothing(make, shape, where):
+    """What rounding would leave of it, Adam and LAMB would scale up to full steps."""
+    layer, x = make(), draw(shape, 7)
+    layer.create_weights()
+    randomise(layer)
+    name = next(path for path in layer.params if path.endswith("key/bias"))
+    with where():
+        before, _, *gradients = results(layer, list(layer.params.values()), x)
+        layer.params[name].assign_add(draw(layer.params[name].shape, 5))
+        after = results(layer, list(layer.params.values()), x)[0]
+    np.testing.assert_allclose(after, before, atol=1e-5 * np.abs(before).max())
+    for path, gradient in zip(layer.params, gradients):
+        assert gradient.any() == (path != name), path
 
 
 @pytest.mark.parametrize("dtype, mean", [(tf.bfloat16, 30.0), (tf.float16, 300.0)])
@@ -125,6 +165,14 @@ def test_one_pass_variance_is_as_exact_as_its_input(dtype, mean):
     with target.tpu():
         got = norm.layer_norm(x, tf.ones(128), tf.zeros(128), 1e-6).numpy()
     assert 0 < np.abs(got - exact).max() < 0.02
+
+
+def test_gradient_through_a_large_mean_is_as_exact_as_its_input():
+    x = tf.cast(30.0 + draw((16, 128), 0), tf.bfloat16)
+    layer = norm.LayerNorm(128)
+    layer(x)
+    plain, tpu = both(layer, list(layer.params.values()), x)
+    assert_equal(plain, tpu, 1e-3)
 
 
 def test_float32_variance_takes_two_passes_everywhere():

@@ -61,8 +61,9 @@ def test_each_part_runs_in_its_dtype(policy, pool, where):
     ]
     if where == "here":
         assert set(products) == half
-    else:  # q, k, v and out in the policy's dtype; the product of e and v is divided by the sum before it is rounded
-        assert sorted(products) == sorted(2 * (4 * [HALF[policy]] + ["float32"]))
+    else:  # qkv and out in the policy's dtype; the product of e and v is divided by the sum before it is rounded, and
+        # that of the value's bias and the output kernel is a bias
+        assert sorted(products) == sorted(2 * (2 * [HALF[policy]] + 2 * ["float32"]))
     # float32: softmax with its logits, LayerNorm, pooling, head.
     island = {"float32"}
     assert dtypes(found, block + r"/attention/softmax", (*PRODUCTS, "Softmax", "Exp", "Max", "Sub", "Sum")) == island
@@ -133,7 +134,7 @@ def softmax_error(dtype=tf.bfloat16, where="here"):
         out = attention.attend(q, k, v).numpy().astype(np.float64)
     else:
         swapped = [tf.transpose(t, [0, 2, 1, 3]) for t in (q / 4, k, v)]
-        out = tpu_attention.attend(*swapped).numpy().astype(np.float64).transpose(0, 2, 1, 3)
+        out = tpu_attention.attend(tf.stack(swapped, 1))[0].numpy().astype(np.float64).transpose(0, 2, 1, 3)
     ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max())) - 7)
     total = tf.reduce_sum(tf.cast(rows, tf.float64), -1)
     return float(np.abs(total - 1).max()), float((np.abs(out - exact) / ulp).max())

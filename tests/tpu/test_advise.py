@@ -41,7 +41,7 @@ class Fake:
     def advice(self, config, batch):
         memory = self.memory(config, batch)
         return advise.until_it_fits(
-            types.SimpleNamespace(config=config, batch_per_core=batch, memory=memory), self.memory
+            types.SimpleNamespace(config=config, batch_per_core=batch, memory=memory, cores=1), self.memory
         )
 
 
@@ -73,3 +73,12 @@ def test_batch_is_halved_when_no_change_is_enough():
 def test_every_change_gives_a_valid_config():
     for _, changed in advise.changes(big(precision="float32")):
         configs.validate(changed)
+
+
+def test_several_cores_are_advised_to_divide_the_state_first_and_the_weights_later():
+    words = [what for what, _ in advise.changes(big(), cores=8)]
+    assert words[0] == "mesh=data=8 shard=state"
+    divided = configs.replace(configs.replace(big(), "mesh", "data=4,model=2"), "shard", "state")
+    words = [what for what, _ in advise.changes(divided, cores=8)]
+    assert words.index("model.remat=block") < words.index("shard=full") and "shard=state" not in " ".join(words)
+    assert not any("shard" in what for what, _ in advise.changes(big()))

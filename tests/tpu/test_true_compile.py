@@ -121,3 +121,19 @@ def test_command_writes_table_json_and_picture(plan, cache, tmp_path, capsys, mo
     values = json.loads((tmp_path / "p.json").read_text())
     assert values["fits"] and values["estimated_not_measured"] and set(values["memory"]["parts"]) == set(report.PARTS)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_advice_is_compiled_change_by_change_until_the_step_fits(cache):
+    config = configs.from_dict(TINY)
+    for key, value in {"model.depth": 4, "training.batch_size": 49_152, "training.ema": None}.items():
+        config = configs.replace(config, key, value)
+    found = planner.make_plan(config, "v3", advice=True, cache=cache)
+    assert not found.fits
+    *tried, last = found.advice
+    assert last.fits and last.kept and not any(advice.fits for advice in tried)
+    assert last.change == "model.remat=block"
+    kept = [found.memory.total, *(advice.total for advice in found.advice if advice.kept)]
+    assert kept == sorted(kept, reverse=True) and all(a.saved > 0 for a in found.advice if a.kept)
+    for line in ("model.remat=block", "DOES NOT FIT"):
+        assert line in str(found)

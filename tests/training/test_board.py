@@ -73,11 +73,11 @@ def model_weight(model, path):
 
 
 def test_pictures_show_something(events):
-    for tag in ("patch_filters", "positions", "validation"):
+    for tag in ("pictures/patch_filters", "pictures/positions", "pictures/validation"):
         width, height, data = tf.make_ndarray(events.Tensors(tag)[-1].tensor_proto)
         picture = tf.io.decode_png(data).numpy()
         assert picture.shape[:2] == (int(height), int(width)) and picture.std() > 10, tag
-    assert steps(events, "validation")[-1] == 12
+    assert steps(events, "pictures/validation")[-1] == 12
 
 
 def test_projector_has_features_names_and_pictures_of_all_samples(run):
@@ -100,6 +100,12 @@ def test_projector_config_is_read_by_its_own_plugin(run):
     assert list(parsed.embeddings[0].sprite.single_image_dim) == [8, 8]
 
 
-def test_config_and_hyperparameters_are_there(events):
+def test_config_and_hyperparameters_stand_beside_the_results(events):
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
     assert b"a: 1" in events.Tensors("config")[0].tensor_proto.string_val[0]
     assert "_hparams_/session_start_info" in events.summary_metadata
+    content = events.summary_metadata["_hparams_/experiment"].plugin_data.content
+    table = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    assert [info.name.tag for info in table.metric_infos] == ["validation/accuracy", "validation/loss", "loss"]
+    assert [info.name for info in table.hparam_infos] == ["optimizer.name"]

@@ -12,10 +12,11 @@ from vit_tpu import config as configs
 from vit_tpu import doctor
 from vit_tpu.diagnose import replay
 from vit_tpu.errors import UserError
+from vit_tpu.evaluation import run_folder
 from vit_tpu.layers.mlp import Mlp
 from vit_tpu.models import numerics
 from vit_tpu.models.guard import NonFiniteError
-from vit_tpu.training import build, failure
+from vit_tpu.training import build, checkpoints, failure
 from vit_tpu.training.run import run
 
 BLOCKS, BAD_STEP = 3, 5
@@ -24,7 +25,8 @@ BLOCKS, BAD_STEP = 3, 5
 @pytest.fixture
 def planted(monkeypatch):
     """From step 5 on, the gradient through block 2's MLP is not finite (in half precision only, if asked)."""
-    built, wanted = {}, {"half_only": False}
+    built, wanted = {}, {"half_only": False, "once": False, "block": 2}
+    passes = tf.Variable(0, dtype=tf.int64, trainable=False)
     make, forward = build.build_model, Mlp.forward
 
     def build_model(*args, **kwargs):
@@ -33,10 +35,14 @@ def planted(monkeypatch):
 
     def broken(self, params, x, **kwargs):
         y, model = forward(self, params, x, **kwargs), built.get("model")
-        late = hasattr(model, "counters") and self is model.blocks[2].mlp
+        late = hasattr(model, "counters") and self is model.blocks[wanted["block"]].mlp
         if not late or (wanted["half_only"] and y.dtype == tf.float32):
             return y
-        wrong = tf.where(model.counters.steps.read_value() >= BAD_STEP - 1, np.nan, 1.0)
+        if wanted["once"]:
+            bad = tf.equal(passes.assign_add(1), BAD_STEP)
+        else:
+            bad = model.counters.steps.read_value() >= BAD_STEP - 1
+        wrong = tf.math.log(tf.where(bad, -1.0, np.e))  # NaN, or 1
         return tf.custom_gradient(lambda y: (tf.identity(y), lambda dy: dy * tf.cast(wrong, dy.dtype)))(y)
 
     monkeypatch.setattr(build, "build_model", build_model)
@@ -66,6 +72,49 @@ def test_planted_fault_is_named_kept_and_found_again(planted, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "first not finite: blocks/2/mlp, backward" in said and "float32 does not help" in said
     assert json.loads(out.read_text())["step"] == BAD_STEP
+
+
+def quick(**changes):
+    """A single block, for TensorFlow's own check, which takes seconds to trace."""
+    return settings(
+        **{"training__jit": False, "model__depth": 1, "steps_per_execution": 8, "training__steps": 8, **changes}
+    )
+
+
+def test_without_xla_the_operation_is_named_and_the_step_is_kept_too(planted, tmp_path, capsys):
+    planted["block"] = 0
+    folder = tmp_path / "run"
+    with pytest.raises(NonFiniteError, match=f"step {BAD_STEP} is not finite; check_numerics: .*Detected"):
+        run(quick(), folder)
+    said = capsys.readouterr().out
+    assert "every operation checked for NaN" in said
+    assert f"step {BAD_STEP}: first not finite: blocks/0/mlp, backward: " in said
+    kept = failure.read(folder)
+    assert (kept.step, kept.weights, kept.images.shape) == (BAD_STEP, BAD_STEP - 1, (32, 8, 8, 1))
+    # The same run without the check skips the bad steps: its last weights are those from before them.
+    run(quick(training__check_numerics=False), tmp_path / "plain")
+    found = run_folder.find(str(folder), BAD_STEP - 1), run_folder.find(str(tmp_path / "plain"))
+    ours, theirs = ({name: array for name, array, _ in checkpoints.read(*place)} for place in found)
+    weights = [name for name in ours if name.startswith("parameters/")]
+    assert len(weights) > 10
+    for name in weights:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-6, err_msg=name)
+    again = replay.replay(folder)
+    assert again.step == BAD_STEP and again.run.culprit.startswith("blocks/0/mlp, backward: ")
+
+
+def test_without_xla_a_rollback_passes_over_the_bad_step(planted, tmp_path, capsys):
+    planted.update(once=True, block=0)
+    result = run(quick(training__on_nonfinite="rollback", steps_per_execution=4, checkpoint_every=4), tmp_path / "run")
+    assert result.status == "done" and result.steps == 8 and result.rollbacks == 1
+    assert "back to the checkpoint of step 4" in capsys.readouterr().out
+
+
+def test_a_loss_scale_that_tries_out_its_height_is_not_stopped_without_xla(tmp_path, capsys):
+    changes = {"precision": "mixed_float16", "loss_scale.initial": 2.0**40, "training.jit": False}
+    result = run(quick(**changes), tmp_path / "run")
+    assert result.status == "done" and result.skipped_updates > 0
+    assert "gradients may overflow: the loss scale is dynamic" in capsys.readouterr().out
 
 
 def test_a_fault_of_the_precision_is_told_from_one_of_the_model(planted, tmp_path):

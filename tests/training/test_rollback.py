@@ -20,14 +20,14 @@ SETTINGS = {"training__checkpoint_every": 4, "evaluate_every": 12, "training__on
 def poisoned(bad, started):
     """Returns train_data whose batches number `bad` (in the stream) hold NaN."""
 
-    def data(settings, source, start, broken):
+    def data(settings, source, start, broken, *hosts):
         started.append(start)
 
         def poison(index, batch):
             factor = tf.where(tf.reduce_any(tf.equal(index + start, bad)), float("nan"), 1.0)
             return (batch[0] * factor, *batch[1:])
 
-        return ORIGINAL(settings, source, start, broken).enumerate().map(lambda i, batch: poison(i, batch))
+        return ORIGINAL(settings, source, start, broken, *hosts).enumerate().map(lambda i, batch: poison(i, batch))
 
     return data
 

@@ -59,14 +59,19 @@ def load(make: Callable[[int, int], tf.data.Dataset], addresses: Sequence[str], 
     return zipped.map(checked).apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
 
 
+def needs_python(source: Source) -> bool:
+    """Whether reading a record takes this process's Python, which does not travel to others."""
+    spec = tf.TensorSpec([], tf.int64)
+    graph = tf.function(source.get, autograph=False).get_concrete_function(spec).graph.as_graph_def()
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    return any(node.op in _PYTHON for node in nodes)
+
+
 def check(source: Source, addresses: Sequence[str]) -> None:
     """Raises a UserError for a source that a service cannot read, or an address where none answers."""
     if not source.encoded:
         raise UserError(f"{source.name} is in memory here: a data service reads files, leave data_service out")
-    spec = tf.TensorSpec([], tf.int64)
-    graph = tf.function(source.get, autograph=False).get_concrete_function(spec).graph.as_graph_def()
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    if any(node.op in _PYTHON for node in nodes):
+    if needs_python(source):
         raise UserError(f"{source.name} is read by Python, which a data service does not have: leave data_service out")
     if len(set(addresses)) < len(addresses):
         raise UserError(f"data_service names a process twice ({', '.join(addresses)}): give each once")

@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from vit_tpu import config as configs
-from vit_tpu.diagnose import environment, run
+from vit_tpu import devices
+from vit_tpu import mesh as meshes
+from vit_tpu.diagnose import environment, memory, run, workers
 from vit_tpu.diagnose.findings import Finding
 from vit_tpu.diagnose.machine import Machine, look
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """The memory of a config's step: `needs`, and `measure`, which gives it for a changed config."""
+
+    needs: memory.Breakdown
+    measure: Callable[[Config], memory.Breakdown]
+
+
+def needs(config: Config, hardware: str | None = None, replicas: int | None = None) -> Needs:
+    """Returns the memory of a step; data is opened only where the config does not say how many classes there are.
+
+    Args:
+      config: checked.
+      hardware: "CPU", "GPU" or "TPU"; None: what is here.
+      replicas: devices that share a batch; None: what is here.
+
+    Raises:
+      UserError: the batch does not divide; names batches that do.
+    """
+    import tensorflow as tf
+
+    from vit_tpu.tpu import trace
+
+    counts = {kind: len(tf.config.list_physical_devices(kind)) for kind in ("TPU", "GPU")}
+    here = "TPU" if config.strategy == "tpu" or config.tpu else next((kind for kind, n in counts.items() if n), "CPU")
+    kind = hardware or here
+    shared = replicas or (max(counts.get(here, 1), 1) if kind == here and config.strategy != "cpu" else 1)
+    mesh = meshes.parse(config.mesh, config.shard)
+    devices.check_batch(
+        config.training.batch_size,
+        mesh.data if mesh and mesh.partitioned else shared,
+        config.training.accumulation_steps,
+    )
+    classes, channels = trace.data_shape(config)
+    measure = functools.partial(
+        memory.breakdown, classes=classes, channels=channels, replicas=shared, hardware=kind
+    )  # fmt: skip
+    return Needs(measure(config), measure)
 
 
 def examine(
@@ -46,6 +90,12 @@ def examine(
     if hardware is None:
         hardware = "TPU" if loaded.strategy == "tpu" or loaded.tpu else here
     if replicas is None:
-        replicas = max(machine.tpus, len(machine.gpus), 1) if loaded.strategy in ("auto", "mirrored", "tpu") else 1
+        several = loaded.strategy in ("auto", "mirrored", "multi_worker", "tpu")
+        replicas = max(machine.tpus, len(machine.gpus), 1) if several else 1
+        replicas *= workers.count(loaded, machine.environment)
     policy = loaded.precision if hardware == here else None
-    return [*environment.check(machine, policy), *run.check(loaded, machine, replicas, hardware)]
+    return [
+        *environment.check(machine, policy),
+        *workers.check(loaded, machine.environment),
+        *run.check(loaded, machine, replicas, hardware),
+    ]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from vit_tpu import precision
+from vit_tpu.diagnose import shortage
 
 PACKAGES = (
     "tensorflow", "tf_keras", "tf-models-official", "tensorboard", "tensorboard-plugin-profile", "protobuf", "numpy",
@@ -20,10 +21,11 @@ PACKAGES = (
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU that TensorFlow sees: its name and CUDA compute capability."""
+    """One GPU that TensorFlow sees: its name, CUDA compute capability and the bytes that TensorFlow may take of it."""
 
     name: str
     capability: tuple[int, int] | None
+    memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Machine:
       nvidia_files: device files of an NVIDIA driver, whether TensorFlow uses it or not.
       cpu_flags: instruction sets of the CPU.
       cores: that this process may use.
-      memory_bytes: of the host; None if unknown.
+      memory_bytes: of the host, or what this process may take of it; None if unknown.
       environment: variables that steer TensorFlow and XLA.
       now: seconds since 1970 by this machine's clock.
       newest_file: the newest change of an installed package's files, by the same clock.
@@ -77,7 +79,8 @@ def look() -> Machine:
 
         for device in tf.config.list_physical_devices("GPU"):
             details = tf.config.experimental.get_device_details(device)
-            gpus += (Gpu(details.get("device_name", device.name), details.get("compute_capability")),)
+            size = shortage.of_device("GPU")
+            gpus += (Gpu(details.get("device_name", device.name), details.get("compute_capability"), size),)
         tpus = len(tf.config.list_physical_devices("TPU"))
         xla_error = _xla_error()
     return Machine(
@@ -88,7 +91,7 @@ def look() -> Machine:
         nvidia_files=tuple(str(path) for path in sorted(pathlib.Path("/dev").glob("nvidia[0-9]*"))),
         cpu_flags=precision.cpu_flags(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory_bytes=_memory_bytes(),
+        memory_bytes=shortage.of_host(),
         environment={k: v for k, v in os.environ.items() if k.startswith(("TF_", "XLA_", "CUDA_", "TPU_"))},
         now=time.time(),
         newest_file=_newest_file(),
@@ -108,13 +111,6 @@ def _xla_error() -> str | None:
         return None if abs(float(function(tf.zeros([8]))) - 16.0) < 1e-4 else "a compiled function gives a wrong number"
     except Exception as error:  # whatever it is, it is the finding
         return " ".join(str(error).split())[:200]
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def _newest_file() -> float:

@@ -93,5 +93,5 @@ def replay(folder: str | os.PathLike[str]) -> Replay:
 
 
 def _model(config: Config, classes: int, channels: int) -> Any:
-    here = devices.choose("auto" if config.strategy in ("mirrored", "tpu") else config.strategy)
+    here = devices.choose("auto" if config.strategy in ("mirrored", "multi_worker", "tpu") else config.strategy)
     return build.build_model(config, here, classes, channels, schedule.plan(config, MANY))

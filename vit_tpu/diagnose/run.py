@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from vit_tpu.data import decode, records
 from vit_tpu.data.source import Source
-from vit_tpu.diagnose import shapes
+from vit_tpu.diagnose import fitting, memory, shapes
 from vit_tpu.diagnose.findings import Finding
 from vit_tpu.diagnose.machine import Machine
 from vit_tpu.errors import UserError
@@ -47,7 +48,12 @@ def check(config: Config, machine: Machine, replicas: int = 1, hardware: str = "
         findings += _length(config, train)
         shape = shapes.of_config(config, classes, replicas)
         findings += shapes.check(shape, hardware, config.model.pool)
-        findings += _memory_and_disk(config, machine, classes, inputs.channels(config, train))
+        channels = inputs.channels(config, train)
+        measure = functools.partial(
+            memory.breakdown, classes=classes, channels=channels, replicas=replicas, hardware=hardware
+        )
+        findings += fitting.check(config, machine, measure, replicas, hardware)
+        findings += _disk(config, measure(config))
     return findings
 
 
@@ -133,19 +139,12 @@ def _data(config: Config, source: Source, split: str) -> Iterator[Finding]:
         )
 
 
-def _memory_and_disk(config: Config, machine: Machine, classes: int, channels: int) -> Iterator[Finding]:
-    parameters = parameter_count(config, classes, channels)
-    state = 4 * parameters * (3 + (config.training.ema is not None))  # weights, two moments at most, average
-    if machine.memory_bytes and state > machine.memory_bytes:
-        yield Finding(
-            "error", "memory", f"weights and optimizer state of {parameters:,} parameters take up to {_gib(state)}; "
-            f"this host has {_gib(machine.memory_bytes)}", "a smaller model, or a larger host",
-        )  # fmt: skip
+def _disk(config: Config, needs: memory.Breakdown) -> Iterator[Finding]:
     folder = pathlib.Path(config.workdir or "runs")
     if "://" in str(folder):
         return
     parent = next((p for p in (folder, *folder.absolute().parents) if p.exists()), pathlib.Path("/"))
-    free, needed = shutil.disk_usage(parent).free, 3 * state  # two kept and one being written
+    free, needed = shutil.disk_usage(parent).free, 3 * needs.state  # two kept and one being written
     if free < needed:
         yield Finding(
             "error", "disk", f"three checkpoints take up to {_gib(needed)}, and {parent} has {_gib(free)} free",
@@ -153,20 +152,6 @@ def _memory_and_disk(config: Config, machine: Machine, classes: int, channels: i
         )  # fmt: skip
     else:
         yield Finding("ok", "disk", f"{_gib(free)} free, checkpoints need up to {_gib(needed)}")
-
-
-def parameter_count(config: Config, classes: int, channels: int) -> int:
-    """Returns the number of parameters of a run's model without building it."""
-    from vit_tpu.models import variants
-    from vit_tpu.models.vit import override
-
-    m = config.model
-    names = ("width", "depth", "mlp_dim", "num_heads", "patch_size")
-    v = override(variants.variant(m.variant), {name: getattr(m, name) for name in names})
-    return variants.parameter_count(
-        v, image_size=m.image_size, num_classes=classes, pool=m.pool, channels=channels, registers=m.registers,
-        representation_size=m.representation_size, posemb=m.posemb, layer_scale=m.layer_scale is not None,
-    )  # fmt: skip
 
 
 def _folder(config: Config) -> Iterator[Finding]:

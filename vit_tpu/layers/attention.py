@@ -89,6 +89,11 @@ class Attention(base.ParamLayer):
         q, k, _ = _project(params, tf.cast(x, self.compute_dtype), tf.as_dtype(self.compute_dtype))
         return probabilities(q, k)
 
+    def logits_of(self, params: base.Params, x: tf.Tensor) -> tf.Tensor:
+        """Returns the float32 logits [B, H, N, N] that go into the softmax, for analysis."""
+        q, k, _ = _project(params, tf.cast(x, self.compute_dtype), tf.as_dtype(self.compute_dtype))
+        return _wide_matmul(q, k) * (q.shape[-1] ** -0.5)
+
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "width": self.width, "num_heads": self.num_heads}
 
@@ -107,9 +112,9 @@ def attention_specs(width: int, num_heads: int) -> dict[str, base.Spec]:
     kernel = base.xavier_of(width, width)
     specs = {}
     for name in ("query", "key", "value"):
-        specs[f"{name}/kernel"] = base.Spec((width, num_heads, head_dim), kernel, "kernel")
-        specs[f"{name}/bias"] = base.Spec((num_heads, head_dim), base.zeros, "bias")
-    specs["out/kernel"] = base.Spec((num_heads, head_dim, width), kernel, "kernel")
+        specs[f"{name}/kernel"] = base.Spec((width, num_heads, head_dim), kernel, "kernel", split=1)
+        specs[f"{name}/bias"] = base.Spec((num_heads, head_dim), base.zeros, "bias", split=0)
+    specs["out/kernel"] = base.Spec((num_heads, head_dim, width), kernel, "kernel", split=0)
     specs["out/bias"] = base.Spec((width,), base.zeros, "bias")
     return specs
 
@@ -119,7 +124,9 @@ def _project(params: base.Params, x: tf.Tensor, dtype: tf.DType) -> list[tf.Tens
     names = ("query", "key", "value")
     width, heads, head_dim = params["query/kernel"].shape
     kernel = tf.concat([tf.reshape(tf.cast(params[f"{n}/kernel"], dtype), [width, -1]) for n in names], 1)
-    bias = tf.concat([tf.reshape(params[f"{n}/bias"], [-1]) for n in names], 0)
+    biases = [tf.convert_to_tensor(params[f"{n}/bias"]) for n in names]
+    biases[1] = base.unseen(biases[1])  # the same for all keys: the softmax does not depend on it
+    bias = tf.concat([tf.reshape(bias, [-1]) for bias in biases], 0)
     qkv = base.dense(x, kernel, bias, dtype)
     qkv = tf.reshape(qkv, [-1, x.shape[1], 3, heads, head_dim])
     return tf.unstack(tf.transpose(qkv, [2, 0, 3, 1, 4]))

@@ -14,18 +14,20 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
-from vit_tpu.layers import target
+from vit_tpu.layers import sharding, target
 
 Params = Mapping[str, Any]  # path -> tf.Variable or tf.Tensor, all float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One weight to create: its shape, how it starts, and what it is (see `optim.decay.Parameter.kind`)."""
+    """One weight to create: its shape, how it starts, what it is (see `optim.decay.Parameter.kind`), and the axis of
+    attention heads or hidden units, which a mesh's model axis splits (None: it has no such axis)."""
 
     shape: tuple[int, ...]
     initializer: Callable[..., tf.Tensor]
     kind: str
+    split: int | None = None
 
 
 def below(params: Params, prefix: str) -> dict[str, Any]:
@@ -48,6 +50,7 @@ class ParamLayer(keras.layers.Layer):
         super().__init__(autocast=False, **kwargs)
         # Not tracked by Keras, which would list the weights sorted by path and save them twice.
         self.params: dict[str, tf.Variable] = self._no_dependency({})
+        self.stacked = False
 
     def own_specs(self) -> dict[str, Spec]:
         """The weights of this layer itself."""
@@ -71,17 +74,41 @@ class ParamLayer(keras.layers.Layer):
         if self.built:
             return
         start = f"{prefix}/" if prefix else ""
+        self.stacked = stack is not None
         for path, spec in self.own_specs().items():
             shape, initializer = spec.shape, spec.initializer
             if stack is not None:
                 shape, initializer = (stack, *shape), _stacked(initializer, stack)
-            self.params[path] = self.add_weight(
-                name=start + path, shape=shape, initializer=initializer, dtype="float32", experimental_autocast=False
-            )
+            split = None if spec.split is None else spec.split + int(self.stacked)
+            with sharding.placed(sharding.stored_place(shape, split, self.stacked)):
+                self.params[path] = self.add_weight(
+                    name=start + path, shape=shape, initializer=initializer, dtype="float32",
+                    experimental_autocast=False,
+                )  # fmt: skip
         for name, child in self.children().items():
             child.create_weights(start + name, stack)
             self.params.update({f"{name}/{path}": variable for path, variable in child.params.items()})
         self.built = True
+
+    def values(self) -> Params:
+        """The weights to compute with: the variables themselves, or on a mesh what was read of them."""
+        if sharding.current() is None:
+            return self.params
+        offset = int(self.stacked)
+        axes = {path: None if s.split is None else s.split + offset for path, s in self.specs().items()}
+        return {path: sharding.read(v, axes[path], self.stacked) for path, v in self.params.items()}
+
+    def gathered(self, params: Params) -> Params:
+        """On a mesh the weights of one layer, brought together where they are computed with, in the dtype in which they
+        are; else as they are."""
+        if sharding.current() is None:
+            return params
+        dtype = tf.as_dtype(self.compute_dtype)
+        found = {path: sharding.gather(params[path], spec.split, dtype) for path, spec in self.own_specs().items()}
+        for name, child in self.children().items():
+            inner = child.gathered(below(params, name))
+            found.update({f"{name}/{path}": value for path, value in inner.items()})
+        return found
 
     def build(self, input_shape: Any = None) -> None:
         self.create_weights()
@@ -147,6 +174,15 @@ def dense(x: tf.Tensor, kernel: Any, bias: Any, dtype: tf.DType) -> tf.Tensor:
         return tf.einsum(f"{axes}x,xy->{axes}y", x, kernel) + bias
     y = tf.matmul(tf.reshape(x, [-1, x.shape[-1]]), kernel) + bias
     return tf.reshape(y, [*_leading(x), kernel.shape[-1]])
+
+
+@tf.custom_gradient
+def unseen(x: tf.Tensor) -> Any:
+    """Returns `x`, for a sum that does not depend on it: its gradient is zero, not what rounding leaves of it.
+
+    Adam and LAMB would scale such a rest up to full steps.
+    """
+    return tf.identity(x), lambda dy: tf.zeros_like(x)
 
 
 def _leading(x: tf.Tensor) -> list[Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
 
-from vit_tpu.layers import base, drop, remat, target
+from vit_tpu.layers import base, drop, remat, sharding, target
 from vit_tpu.layers.attention import Attention
 from vit_tpu.layers.mlp import Mlp
 from vit_tpu.layers.norm import LayerNorm
+
+_LOOPS = 4  # XLA joins at most four arrays where they are read, without a copy of them all
 
 
 class Block(base.ParamLayer):
@@ -91,13 +94,14 @@ class Block(base.ParamLayer):
           drop_path: rate of stochastic depth, a number or a scalar tensor.
           record: if given, filled with the intermediates "sa", "+sa", "mlp", "+mlp" (the names of big_vision).
         """
+        params, x = self.gathered(params), sharding.batch(x)
         seeds: list[Any] = [None] * 5 if seed is None else [drop.fold(seed, site) for site in range(5)]
         y = self.norm1.forward(base.below(params, "norm1"), x)
         sa = self.attention.forward(base.below(params, "attention"), y)
         added = x + self._branch(params, "scale1", sa, drop_path, seeds[0], seeds[1])
         y = self.norm2.forward(base.below(params, "norm2"), added)
         mlp = self.mlp.forward(base.below(params, "mlp"), y, dropout=self.dropout, seed=seeds[2])
-        out = added + self._branch(params, "scale2", mlp, drop_path, seeds[3], seeds[4])
+        out = sharding.batch(added + self._branch(params, "scale2", mlp, drop_path, seeds[3], seeds[4]))
         if record is not None:
             record.update({"sa": sa, "+sa": added, "mlp": mlp, "+mlp": out})
         return out
@@ -127,7 +131,8 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
     """Runs `depth` blocks whose weights are stacked along axis 0, in one loop: the block is traced and compiled once.
 
     Only each block's input is kept; the backward loop computes the rest again. Gradients of weights that are read in
-    half precision are collected in half precision, as the unrolled model has them.
+    half precision are collected in half precision, as the unrolled model has them. On a TPU there are four loops, so
+    that no memory holds all inputs and all gradients at a time.
 
     Args:
       block: a Block made with `create_weights(stack=depth)`.
@@ -150,34 +155,73 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
     dtypes = [tf.float32 if name.startswith("norm") else x.dtype for name in names]
 
     def slices(index: tf.Tensor, stacks: tuple[tf.Tensor, ...]) -> list[tf.Tensor]:
-        # Integers through the barrier: XLA would otherwise see that only bfloat16 is needed of the slice, cast the
-        # whole stack before the loop and keep that copy.
+        if target.on_tpu() and x.dtype != tf.float16:
+            pairs = [(stack[index], dtype) for stack, dtype in zip(stacks, dtypes)]
+            return [target.rounded(one) if dtype == tf.bfloat16 else one for one, dtype in pairs]
+        # Integers through the barrier: XLA would otherwise see that only half precision is needed of the slice, cast
+        # the whole stack before the loop and keep that copy.
         bits = target.barrier([tf.bitcast(stack[index], tf.int32) for stack in stacks])
         return [tf.cast(tf.bitcast(b, tf.float32), dtype) for b, dtype in zip(bits, dtypes)]
 
+    params = block.values()
+    stacks = [tf.convert_to_tensor(params[name]) for name in names]
+    pieces = [(0, depth)]
+    if target.on_tpu():
+        gradients = sum(dtype.size * stack.shape[1:].num_elements() for dtype, stack in zip(dtypes, stacks))
+        pieces = _pieces(depth, x.dtype.size * (x.shape[0] or 1) * x.shape[1] * x.shape[2], gradients)
+
     @tf.custom_gradient
     def run(x, *stacks):
-        def forward(index, x, inputs):
-            return index + 1, one(index, x, slices(index, stacks)), inputs.write(index, x)
+        kept = []
+        for first, count in pieces:
 
-        array = tf.TensorArray(x.dtype, depth, element_shape=x.shape)
-        _, y, inputs = tf.while_loop(lambda index, *_: index < depth, forward, [0, x, array])
-        inputs = inputs.stack()
+            def forward(done, x, inputs, first=first):
+                return done + 1, one(first + done, x, slices(first + done, stacks)), inputs.write(done, x)
+
+            array = tf.TensorArray(x.dtype, count, element_shape=x.shape)
+            _, x, array = tf.while_loop(lambda done, *_, count=count: done < count, forward, [0, x, array])
+            kept.append(array.stack())
 
         def grad(dy):
-            def backward(done, dy, gradients):
-                index = depth - 1 - done
-                x, weights = inputs[index], slices(index, stacks)
-                with tf.GradientTape(watch_accessed_variables=False) as tape:
-                    tape.watch([x, *weights])
-                    y = one(index, x, weights)
-                dx, *dws = tape.gradient(y, [x, *weights], dy, unconnected_gradients="zero")
-                return done + 1, dx, [array.write(index, dw) for array, dw in zip(gradients, dws)]
+            found = []
+            for (first, count), inputs in zip(reversed(pieces), reversed(kept)):
 
-            arrays = [tf.TensorArray(d, depth, element_shape=s.shape[1:]) for d, s in zip(dtypes, stacks)]
-            _, dx, arrays = tf.while_loop(lambda done, *_: done < depth, backward, [0, dy, arrays])
-            return [dx, *[tf.cast(array.stack(), tf.float32) for array in arrays]]
+                def backward(done, dy, gradients, first=first, count=count, inputs=inputs):
+                    place = count - 1 - done
+                    x, weights = inputs[place], slices(first + place, stacks)
+                    with tf.GradientTape(watch_accessed_variables=False) as tape:
+                        tape.watch([x, *weights])
+                        y = one(first + place, x, weights)
+                    dx, *dws = tape.gradient(y, [x, *weights], dy, unconnected_gradients="zero")
+                    return done + 1, dx, [array.write(place, dw) for array, dw in zip(gradients, dws)]
 
-        return y, grad
+                arrays = [tf.TensorArray(d, count, element_shape=s.shape[1:]) for d, s in zip(dtypes, stacks)]
+                _, dy, arrays = tf.while_loop(lambda done, *_, count=count: done < count, backward, [0, dy, arrays])
+                found.append([array.stack() for array in arrays])
+            joined = [part[0] if len(part) == 1 else tf.concat(part[::-1], 0) for part in zip(*found)]
+            return [dy, *[tf.cast(gradient, tf.float32) for gradient in joined]]
 
-    return run(x, *[tf.convert_to_tensor(block.params[name]) for name in names])
+        return x, grad
+
+    return run(x, *stacks)
+
+
+def _pieces(depth: int, kept: int, gradients: int) -> list[tuple[int, int]]:
+    """Returns (first block, number of blocks) of the loops a stack is run in, cut where memory is fullest the least.
+
+    What a loop keeps goes when its backward loop has run; that one's gradients come when it begins.
+
+    Args:
+      depth: number of blocks.
+      kept, gradients: bytes of one block's input, and of its gradients.
+    """
+
+    def fullest(starts: tuple[int, ...]) -> int:
+        return max(kept * end + gradients * (depth - start) for start, end in zip(starts, [*starts[1:], depth]))
+
+    # Not one block alone: the compiler unrolls a loop of one round, and keeps what it should compute again.
+    loops = min(_LOOPS, max(1, depth // 2))
+    cuts = itertools.combinations(range(2, depth - 1), loops - 1)
+    several = [starts for starts in ((0, *cut) for cut in cuts) if all(b - a > 1 for a, b in zip(starts, starts[1:]))]
+    starts = min(several, key=fullest)
+    return [(start, end - start) for start, end in zip(starts, [*starts[1:], depth])]

@@ -75,9 +75,9 @@ class Mlp(base.ParamLayer):
     def own_specs(self) -> dict[str, base.Spec]:
         tiny = base.normal(1e-6)
         return {
-            "dense1/kernel": base.Spec((self.width, self.mlp_dim), base.xavier_uniform, "kernel"),
-            "dense1/bias": base.Spec((self.mlp_dim,), tiny, "bias"),
-            "dense2/kernel": base.Spec((self.mlp_dim, self.width), base.xavier_uniform, "kernel"),
+            "dense1/kernel": base.Spec((self.width, self.mlp_dim), base.xavier_uniform, "kernel", split=1),
+            "dense1/bias": base.Spec((self.mlp_dim,), tiny, "bias", split=0),
+            "dense2/kernel": base.Spec((self.mlp_dim, self.width), base.xavier_uniform, "kernel", split=0),
             "dense2/bias": base.Spec((self.width,), tiny, "bias"),
         }
 

@@ -60,15 +60,19 @@ class MapPool(base.ParamLayer):
 
     def probabilities(self, params: base.Params, x: tf.Tensor) -> tf.Tensor:
         """Returns how much each head looks at each token: float32 [B, H, N]."""
+        return tf.nn.softmax(self.logits_of(params, x))
+
+    def logits_of(self, params: base.Params, x: tf.Tensor) -> tf.Tensor:
+        """Returns the float32 logits [B, H, N] that go into the softmax."""
         w = base.below(params, "attention")
         probe = tf.reshape(params["probe"], [self.width])
         query = tf.einsum("d,dhk->hk", probe, w["query/kernel"]) + w["query/bias"]
         query = query * (self.width // self.num_heads) ** -0.5
         look = tf.einsum("dhk,hk->hd", w["key/kernel"], query)
         # The key bias adds the same number to every token's logit, so the softmax does not depend on it; it stays in
-        # the sum so that its gradient (zero) exists and the arithmetic is the reference's.
-        logits = tf.einsum("bnd,hd->bhn", x, look) + tf.reduce_sum(w["key/bias"] * query, -1)[None, :, None]
-        return tf.nn.softmax(logits)
+        # the sum so that the logits are the reference's.
+        key_bias = base.unseen(tf.convert_to_tensor(w["key/bias"]))
+        return tf.einsum("bnd,hd->bhn", x, look) + tf.reduce_sum(key_bias * query, -1)[None, :, None]
 
     def get_config(self) -> dict[str, Any]:
         return {

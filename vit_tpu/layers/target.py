@@ -6,6 +6,7 @@ copies are cheap and few, large operations win. So on a TPU, and only there:
 - products contract arrays where they lie instead of reshaping them to matrices (`base.dense`, `patches`);
 - attention runs on [B, N, H, h] and computes its logits twice (`tpu_attention`);
 - the variance of a half-precision array takes one pass (`norm`);
+- a stack of blocks runs in a few loops, which take their weights rounded from it (`block.stacked_blocks`);
 - what a gradient reads is put behind a barrier (`keep`), so that the compiler keeps the array that was asked for.
 
 Both ways give the same numbers up to rounding, which the tests of each layer check.
@@ -46,6 +47,32 @@ def keep(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     Without it XLA may keep what a tensor was rounded from, in float32: twice the bytes.
     """
     return barrier(tensors) if on_tpu() else tensors
+
+
+def settled(x: tf.Tensor) -> tf.Tensor:
+    """Returns `x`; on a TPU as one array in memory that is computed once.
+
+    For what would otherwise be computed by each of its readers again, or read in a layout that suits its producer only.
+    """
+    if not on_tpu():
+        return x
+
+    @tf.custom_gradient
+    def run(x):
+        return barrier([x])[0], lambda dy: dy
+
+    return run(x)
+
+
+def rounded(x: tf.Tensor) -> tf.Tensor:
+    """Returns a float32 array rounded to bfloat16 by integer arithmetic: what `tf.cast` gives, NaN and infinity too.
+
+    XLA moves casts: where a loop reads weights slice by slice, it would cast all of them before it and keep the copy.
+    """
+    one, sixteen, half = (tf.constant(number, tf.uint32) for number in (1, 16, 0x7FFF))
+    bits = tf.bitcast(x, tf.uint32)
+    odd = tf.bitwise.bitwise_and(tf.bitwise.right_shift(bits, sixteen), one)  # ties go to the even neighbour
+    return tf.bitcast(tf.cast(tf.bitwise.right_shift(bits + half + odd, sixteen), tf.uint16), tf.bfloat16)
 
 
 def in_xla() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras as keras
+from absl import logging
 
 from vit_tpu.errors import UserError
 from vit_tpu.optim.base import GroupedOptimizer
@@ -55,6 +56,17 @@ def unpack(data: Any) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         weights = tf.ones([tf.shape(images)[0]], tf.float32)
         weights.set_shape(images.shape[:1])
     return images, labels, tf.reshape(tf.cast(weights, tf.float32), [-1])
+
+
+def note_trace(before: tuple[str, ...], images: tf.Tensor, labels: tf.Tensor) -> tuple[str, ...]:
+    """Returns the shapes that a training step has been traced for, with these; says so when that compiles it again."""
+    now = f"images {images.dtype.name} {images.shape}, labels {labels.dtype.name} {labels.shape}"
+    if now in before or tf.executing_eagerly():
+        return before
+    if before:
+        logging.warning("the training step is compiled again, for %s after %s: give every batch one shape and dtype",
+                        now, before[-1])  # fmt: skip
+    return (*before, now)
 
 
 def static_batch(images: tf.Tensor) -> int:

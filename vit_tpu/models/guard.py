@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +15,9 @@ from vit_tpu.errors import UserError
 
 class NonFiniteError(FloatingPointError):
     """The loss, or every gradient for a long time, was not finite; the weights are those before it began."""
+
+
+COUNTED = ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
 
 
 class Counters(tf.Module):
@@ -58,19 +61,17 @@ class Counters(tf.Module):
         bad = tf.logical_and(bad, tf.logical_not(latched))
         skipped = tf.logical_and(tf.logical_not(ok), tf.logical_not(latched))
         first = tf.where(tf.reduce_any(broken), tf.argmax(tf.cast(broken, tf.int32)), tf.constant(-1, tf.int64))
-        self.bad_step.assign(tf.where(bad, step, self.bad_step.read_value()))
+        latching = self.bad_step.assign(tf.where(bad, step, self.bad_step.read_value()), read_value=False)
         self.bad_gradient.assign(tf.where(skipped, first, self.bad_gradient.read_value()))
         self.skipped.assign_add(tf.cast(skipped, tf.int64))
         self.in_a_row.assign(
             tf.where(ok, tf.zeros([], tf.int64), self.in_a_row.read_value() + tf.cast(skipped, tf.int64))
         )
-        self.steps.assign(step)
+        with tf.control_dependencies([latching] if latching is not None else []):
+            self.steps.assign(step)  # last: who finds a step counted also finds whether it was bad
 
     def values(self) -> dict[str, int]:
-        return {
-            name: int(getattr(self, name).numpy())
-            for name in ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
-        }
+        return {name: int(getattr(self, name).numpy()) for name in COUNTED}
 
 
 def _counter(name: str, start: int = 0) -> tf.Variable:
@@ -106,7 +107,11 @@ class StepGuard(keras.callbacks.Callback):
 
 def check(model: Any) -> None:
     """Raises NonFiniteError if the model's counters say that training has gone wrong."""
-    values = model.counters.values()
+    judge(model, model.counters.values())
+
+
+def judge(model: Any, values: Mapping[str, int]) -> None:
+    """Raises NonFiniteError if `values`, read from the model's counters, say that training has gone wrong."""
     if values["bad_step"]:
         what = "loss or gradient" if model.compiled["check_numerics"] else "loss"
         raise NonFiniteError(

@@ -16,18 +16,21 @@ from vit_tpu.layers import drop
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import LossScale
 
-FLOAT16_LARGEST, FLOAT16_SMALLEST = 65504.0, 2.0**-24
+# The largest number, and below what magnitude a number becomes zero: float16 rounds to its smallest subnormal, 2^-24;
+# TPUs flush bfloat16 below its smallest normal number.
+LIMITS = {"float16": (65504.0, 2.0**-25), "bfloat16": (3.3895e38, 2.0**-126)}
 LARGEST_TO_SQUARE = 2.0**64
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What a tensor holds: dtype, finite extremes, how many of its numbers are not finite, and what float16 would do.
+    """What a tensor holds: dtype, finite extremes, how many of its numbers are not finite, what half precision loses.
 
     Attributes:
       low, high: of the finite numbers.
       bad, size: numbers that are not finite, of how many.
       overflow, flush: shares that would overflow in float16, or become zero though they are not.
+      bfloat16: the same two shares for bfloat16.
     """
 
     dtype: str
@@ -37,6 +40,7 @@ class Range:
     size: int
     overflow: float
     flush: float
+    bfloat16: tuple[float, float] = (0.0, 0.0)
 
     @classmethod
     def of(cls, tensor: tf.Tensor) -> Range:
@@ -44,11 +48,19 @@ class Range:
         finite = values[np.isfinite(values)]
         magnitude = np.abs(finite)
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (np.nan, np.nan)
+        shares = {
+            name: (
+                float((magnitude > largest).mean()), float(((magnitude < smallest) & (magnitude > 0)).mean())
+            ) if finite.size else (0.0, 0.0)
+            for name, (largest, smallest) in LIMITS.items()
+        }  # fmt: skip
         return cls(
-            tensor.dtype.name, low, high, values.size - finite.size, values.size,
-            float((magnitude > FLOAT16_LARGEST).mean()) if finite.size else 0.0,
-            float(((magnitude < FLOAT16_SMALLEST / 2) & (magnitude > 0)).mean()) if finite.size else 0.0,
-        )  # fmt: skip
+            tensor.dtype.name, low, high, values.size - finite.size, values.size, *shares["float16"], shares["bfloat16"]
+        )
+
+    def lost(self, name: str) -> tuple[float, float]:
+        """Returns the shares that would overflow and become zero in "float16" or "bfloat16"."""
+        return (self.overflow, self.flush) if name == "float16" else self.bfloat16
 
     def __str__(self) -> str:
         wrong = f", {self.bad:,} of {self.size:,} not finite" if self.bad else ""
@@ -116,6 +128,15 @@ class Step:
             if max(abs(found.low), abs(found.high)) > LARGEST_TO_SQUARE:  # the step looks at squared norms
                 return f"{path}, backward: gradient {found}, whose square is beyond float32"
         return None
+
+    def ranges(self) -> list[tuple[str, Range]]:
+        """Returns (where, range) of every tensor, its gradient and every parameter's gradient."""
+        found = []
+        for stage in self.stages:
+            found.append((f"{stage.name}, forward", stage.forward))
+            if stage.backward is not None:
+                found.append((f"{stage.name}, backward", stage.backward))
+        return found + [(f"gradient of {path}", of) for path, of in self.gradients.items()]
 
     def table(self) -> str:
         """Returns the ranges of every stage, and what float16 would lose."""

@@ -19,8 +19,9 @@ import tf_keras as keras
 from vit_tpu import losses
 from vit_tpu import metrics as metric_kinds
 from vit_tpu.errors import UserError
-from vit_tpu.layers import drop
-from vit_tpu.models import accept, guard
+from vit_tpu.layers import drop, sharding
+from vit_tpu.mesh import Mesh
+from vit_tpu.models import accept, guard, watch
 from vit_tpu.optim import decay
 from vit_tpu.optim.base import GroupedOptimizer
 from vit_tpu.optim.ema import Ema
@@ -30,7 +31,7 @@ from vit_tpu.optim.loss_scale import LossScale
 _as_written = tf.autograph.experimental.do_not_convert
 
 
-class StepModel(keras.Model):
+class StepModel(watch.WaitingModel):
     """A Keras model trained by the rules above through `compile` and `fit`.
 
     A subclass offers `parameters() -> list[Parameter]` and `call(images, training, seed)` giving float32 logits.
@@ -44,7 +45,7 @@ class StepModel(keras.Model):
         grad_clip_norm: float | None = None, accumulation_steps: int = 1, ema: float | Ema | None = None,
         steps_per_execution: int = 1, jit_compile: bool | None = None, seed: int = 0, freeze: Sequence[str] = (),
         layer_decay: float | None = None, max_skipped: int = 50, check_numerics: bool = False,
-        run_eagerly: bool = False,
+        run_eagerly: bool = False, mesh: Mesh | None = None, record_updates: bool = False,
     ):  # fmt: skip
         """Says how to train.
 
@@ -67,6 +68,10 @@ class StepModel(keras.Model):
           check_numerics: take a gradient that is not finite for a loss that is not finite: the run stops at that step.
             Not where a dynamic loss scale tries out how large it may be.
           run_eagerly: plain Python steps, for debugging.
+          mesh: cores that one copy of the model is divided over, or None. The step is annotated for them; only a TPU's
+            runtime and the planner divide it.
+          record_updates: keep how far the last applied update moved each parameter (`movement`); two sums over the
+            weights in every step.
 
         Raises:
           UserError: what cannot work together; says what would.
@@ -89,6 +94,7 @@ class StepModel(keras.Model):
                 f"the gradient would be clipped twice: compile(grad_clip_norm={grad_clip_norm}) and the optimizer's "
                 f"global_clipnorm={inner.global_clipnorm}; keep the first"
             )
+        self.traced: tuple[str, ...] = ()
         self.jit = accept.choose_jit(jit_compile, self.distribute_strategy)
         replicas = self.distribute_strategy.num_replicas_in_sync
         super().compile(
@@ -104,6 +110,9 @@ class StepModel(keras.Model):
         # Settings that a reloaded optimizer brings along hold, unless the caller asks for others.
         inner.assign_groups(self.groups, keep_saved=not freeze and layer_decay is None)
         variables = [parameter.variable for parameter in self.trained]
+        self.mesh = mesh
+        layouts = {} if mesh is None else sharding.layouts(self.trained, mesh)
+        inner.layouts = inner._no_dependency(layouts)
         with self.distribute_strategy.scope():
             inner.build(variables)
             self.counters = guard.Counters()
@@ -115,7 +124,9 @@ class StepModel(keras.Model):
                 settings = ema if isinstance(ema, Ema) else Ema(decay=ema)
                 # A new one, so that compiling again starts afresh.
                 self.averages = Ema(settings.decay, settings.warmup, settings.start_step)
+                self.averages.layouts = self.averages._no_dependency(list(layouts.values()))
                 self.averages.build(variables)
+            self.movement = watch.Updates([p.path for p in self.trained]) if record_updates else None
         self.split_jit = None
         if self.jit and replicas > 1 and not run_eagerly:
             self.split_jit = tf.function(self._gradients, jit_compile=True, reduce_retracing=True)
@@ -160,7 +171,12 @@ class StepModel(keras.Model):
     def train_step(self, data: Any) -> dict[str, tf.Tensor]:
         """One step on a batch (images [B, H, W, C], labels[, weights [B]]); returns the metrics and the step's own
         figures."""
-        images, labels, weights = accept.unpack(data)
+        parts = accept.unpack(data)
+        self.traced = accept.note_trace(self.traced, *parts[:2])
+        with sharding.over(self.mesh):
+            return self._train_step(*(sharding.batch(part) for part in parts))
+
+    def _train_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> dict[str, tf.Tensor]:
         optimizer, counters = self.optimizer, self.counters
         scale = optimizer.loss_scale if isinstance(optimizer, LossScale) else None
         seed = drop.fold(tf.constant([self.compiled["seed"], 0]), tf.cast(counters.steps, tf.int64))
@@ -188,7 +204,10 @@ class StepModel(keras.Model):
             factor = factor * tf.minimum(1.0, clip / norm)
         pairs = [(gradient * factor, p.variable) for gradient, p in zip(gradients, self.trained)]
         extra = {"frozen": latched} if isinstance(optimizer, LossScale) else {}
+        before = [] if self.movement is None else [tf.convert_to_tensor(p.variable) for p in self.trained]
         optimizer.apply_gradients(pairs, skip_gradients_aggregation=True, ok=ok, **extra)
+        if self.movement is not None:
+            self.movement.record(before, [tf.convert_to_tensor(p.variable) for p in self.trained], ok)
         if self.averages is not None:
             self.averages.update(ok)
         strict = self.compiled["check_numerics"] and not (isinstance(optimizer, LossScale) and optimizer.dynamic)
@@ -216,7 +235,8 @@ class StepModel(keras.Model):
         if micro == 1:
             return self._micro_gradients(images, labels, weights, scale, seed, batch)
         parts = [tf.reshape(part, [micro, batch // micro, *part.shape[1:]]) for part in (images, labels, weights)]
-        zeros = [tf.zeros(p.variable.shape) for p in self.trained]
+        parts = [sharding.constrain(part, (None, "data")) for part in parts]
+        zeros = self._as_state([tf.zeros(p.variable.shape) for p in self.trained])
         spec = tf.TensorArray(tf.float32, micro, element_shape=[batch // micro, *self.compute_output_shape([1])[1:]])
 
         def body(i, sums, total, count, outputs):
@@ -225,7 +245,7 @@ class StepModel(keras.Model):
             gradients, part_total, part_count, logits = self._micro_gradients(
                 image, label, weight, scale, part_seed, batch
             )
-            sums = [a + b for a, b in zip(sums, gradients)]
+            sums = self._as_state([a + b for a, b in zip(sums, gradients)])
             return i + 1, sums, total + part_total, count + part_count, outputs.write(i, logits)
 
         start = [0, zeros, tf.constant(0.0), tf.constant(0.0), spec]
@@ -247,12 +267,21 @@ class StepModel(keras.Model):
             if scale is not None:
                 target = target * scale
         gradients = tape.gradient(target, variables, unconnected_gradients="zero")
-        return [tf.cast(g, tf.float32) for g in gradients], total, tf.reduce_sum(weights), logits
+        gradients = self._as_state([tf.cast(g, tf.float32) for g in gradients])
+        return gradients, total, tf.reduce_sum(weights), logits
+
+    def _as_state(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        """On a mesh each core holds the share of a gradient whose weights it updates."""
+        layouts = self.inner_optimizer.layouts
+        return [sharding.as_state(g, layouts.get(p.path)) for g, p in zip(gradients, self.trained)]
 
     @_as_written
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:
         """Adds a batch (images, labels[, weights]) to the metrics; "count" is the number of real examples so far."""
-        images, labels, weights = accept.unpack(data)
+        with sharding.over(self.mesh):
+            return self._test_step(*(sharding.batch(part) for part in accept.unpack(data)))
+
+    def _test_step(self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> dict[str, tf.Tensor]:
         logits = self(images, training=False)
         each = self.loss.call(labels, logits)
         self.loss_tracker.update_state(tf.where(weights > 0, each, 0.0), weights)

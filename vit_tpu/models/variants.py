@@ -85,6 +85,7 @@ def flops(
       image_size: side, or height and width, in pixels.
       num_classes: 0 for no classifier.
       pool: "tok", "gap", "map" or "none".
+      channels, registers, representation_size: as in `ViT`.
     """
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
     patches = (height // shape.patch_size) * (width // shape.patch_size)

@@ -9,7 +9,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu.errors import UserError, nearest
-from vit_tpu.layers import base, drop
+from vit_tpu.layers import base, drop, remat, sharding, target
 from vit_tpu.layers.block import Block, stacked_blocks
 from vit_tpu.layers.head import Head, Representation
 from vit_tpu.layers.norm import LayerNorm
@@ -140,12 +140,14 @@ class ViT(StepModel):
         """Returns what there is to train, by path: the basis of decay groups, checkpoints, weight files and tables."""
         found = []
         for prefix, layer, stack in self._parts():
-            kinds = {path: spec.kind for path, spec in layer.specs().items()}
+            specs, offset = layer.specs(), int(stack is not None)
             depth = self._depth_of(prefix)
             part = "head" if prefix == "head" else "body"
             for path, variable in layer.params.items():
                 full = f"{prefix}/{path}" if prefix else path
-                found.append(Parameter(full, variable, kinds[path], part, depth, stacked=stack is not None))
+                spec = specs[path]
+                split = None if spec.split is None else spec.split + offset
+                found.append(Parameter(full, variable, spec.kind, part, depth, stacked=stack is not None, split=split))
         return found
 
     def _depth_of(self, prefix: str) -> int:
@@ -181,16 +183,16 @@ class ViT(StepModel):
           images, training, seed: as in `call`.
           record: if given, filled with intermediates by big_vision's names (not with scan=True).
         """
-        images = tf.convert_to_tensor(images)
+        images = sharding.batch(tf.convert_to_tensor(images))
         self._check_images(images)
         if not training or not self._random:
             seed = None
         elif seed is None:
             seed = tf.random.uniform([2], minval=0, maxval=2**31 - 1, dtype=tf.int32)
-        x = self.embedding.forward(self.embedding.params, images)
+        x = self._embedded(images)
         if record is not None:
             record["stem"] = x
-        x = self.positions.forward(self.positions.params, x)
+        x = target.settled(self.positions.forward(_used(self.positions), x))
         if record is not None:
             record["with_posemb"] = x[:, self.positions.num_prefix :]
         if seed is not None:
@@ -204,15 +206,22 @@ class ViT(StepModel):
             record["encoded"] = x
         return x
 
+    def _embedded(self, images: tf.Tensor) -> tf.Tensor:
+        params = _used(self.embedding)
+        if target.on_tpu() and (self.scan or self.settings["remat"] == "block"):
+            # The gradient reads the images as they came: laid out for the product they take up to four times the room.
+            return remat.rematerialised(lambda p, x, _: self.embedding.forward(p, x), params, images)
+        return self.embedding.forward(params, images)
+
     def _unrolled(self, x: tf.Tensor, seed: tf.Tensor | None, record: dict[str, tf.Tensor] | None) -> tf.Tensor:
         for i, block in enumerate(self.blocks):
             block_seed = None if seed is None else drop.fold(seed, i)
             with tf.name_scope(f"blocks/{i}"):
                 if record is None:
-                    x = block.run(block.params, x, block_seed, block.drop_path)
+                    x = block.run(block.values(), x, block_seed, block.drop_path)
                 else:
                     found: dict[str, tf.Tensor] = {}
-                    x = block.forward(block.params, x, seed=block_seed, drop_path=block.drop_path, record=found)
+                    x = block.forward(block.values(), x, seed=block_seed, drop_path=block.drop_path, record=found)
                     record.update({f"encoder/block{i:02d}/{name}": value for name, value in found.items()})
         return x
 
@@ -225,20 +234,20 @@ class ViT(StepModel):
             return tokens[:, 0]
         patches = tokens[:, self.positions.num_prefix :]
         if self.map is not None:
-            return self.map.forward(self.map.params, patches)
+            return self.map.forward(_used(self.map), patches)
         return tf.reduce_mean(patches, axis=1) if self.pool == "gap" else patches
 
     def _norm(self, x: tf.Tensor, position: str) -> tf.Tensor:
         """The final LayerNorm if it acts here; float32 either way."""
         if position == self.settings["norm_position"]:
-            return self.norm.forward(self.norm.params, x)
+            return self.norm.forward(_used(self.norm), x)
         return tf.cast(x, tf.float32)
 
     def _head(self, tokens: tf.Tensor) -> tf.Tensor:
         x = self.pooled(tokens)
         if self.pre_logits is not None:
-            x = self.pre_logits.forward(self.pre_logits.params, x)
-        return x if self.head is None else self.head.forward(self.head.params, x)
+            x = self.pre_logits.forward(_used(self.pre_logits), x)
+        return x if self.head is None else self.head.forward(_used(self.head), x)
 
     @property
     def _random(self) -> bool:
@@ -279,6 +288,11 @@ class ViT(StepModel):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> ViT:
         return cls(**config)
+
+
+def _used(layer: base.ParamLayer) -> base.Params:
+    """A layer's own weights as it computes with them."""
+    return layer.gathered(layer.values())
 
 
 def override(shape: variants.Variant, overrides: dict[str, Any]) -> variants.Variant:

@@ -147,6 +147,14 @@ class Adafactor(GroupedOptimizer):
         row_factor = tf.math.rsqrt(row / tf.reduce_mean(row, axis, keepdims=True))
         return grad * tf.expand_dims(row_factor, largest) * tf.expand_dims(tf.math.rsqrt(col), second)
 
+    def _slot_axes(self, slot: str, rule: rules.Rule) -> Sequence[int]:
+        axes = self._axes(rule)
+        every = range(len(rule.shape))
+        if axes is None or slot == "momentum":
+            return every
+        gone = axes[1] if slot == "second_moment_row" else axes[0]
+        return [axis for axis in every if axis != gone]
+
     def _averaged(self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         beta2 = scalars["beta_2"]
         average = beta2 * self._read(slot, rule) + (1.0 - beta2) * new

@@ -22,6 +22,7 @@ from tf_keras.src.mixed_precision import autocast_variable
 from tf_keras.src.optimizers import utils as optimizer_utils
 
 from vit_tpu.errors import UserError
+from vit_tpu.layers import sharding
 from vit_tpu.optim import arguments, rules
 from vit_tpu.optim.gradients import dense_float32
 from vit_tpu.optim.slots import SlottedOptimizer
@@ -174,13 +175,17 @@ class GroupedOptimizer(SlottedOptimizer):
     ) -> None:
         # The variable's own float32 value, not what an enclosing layer would compute with.
         with autocast_variable.enable_auto_cast_variables(None):
-            value = tf.convert_to_tensor(variable)
+            layout = self.layouts.get(rule.path)
+            stored = sharding.as_stored(tf.convert_to_tensor(variable), layout)
+            value = sharding.as_state(stored, layout)
             change = self._change(rule, value, grad, scalars)
             rate = scalars["learning_rate"] * rule.lr_scale_tensor()
             new = value - rate * change
             if getattr(variable, "constraint", None) is not None:
                 new = variable.constraint(new)
-            variable.assign(masked(new, value, scalars))
+            # Where shares are brought together, a TPU's compiler cannot write them into the variable: the mask can.
+            new = masked(sharding.as_stored(new, layout), stored, scalars)
+            variable.assign(sharding.as_stored(new, layout))
 
     def _change(self, rule: rules.Rule, value: tf.Tensor, grad: tf.Tensor, scalars: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns what is multiplied by the learning rate: direction plus decoupled decay."""
@@ -199,12 +204,17 @@ class GroupedOptimizer(SlottedOptimizer):
         return float({"none": 0.0, "body": self.weight_decay, "head": head}[rule.decay])
 
     def _read(self, slot: str, rule: rules.Rule) -> tf.Tensor:
-        return tf.cast(self._slots[slot][rule.path], tf.float32)
+        return tf.cast(self._placed(slot, rule, self._slots[slot][rule.path]), tf.float32)
 
     def _write(self, slot: str, rule: rules.Rule, new: tf.Tensor, scalars: dict[str, tf.Tensor]) -> None:
         variable = self._slots[slot][rule.path]
         stored = tf.cast(new, variable.dtype)
-        variable.assign(masked(stored, variable, scalars))
+        old = self._placed(slot, rule, variable) if "ok" in scalars else None
+        variable.assign(self._placed(slot, rule, masked(stored, old, scalars)))
+
+    def _placed(self, slot: str, rule: rules.Rule, x: Any) -> Any:
+        """On a mesh: a slot's value where the slot lies."""
+        return sharding.as_state(x, self.layouts.get(rule.path), self._slot_axes(slot, rule))
 
     # Learning rate and configuration.
 

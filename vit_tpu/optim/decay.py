@@ -31,6 +31,7 @@ class Parameter:
       depth: 0 = stem, 1..L = block, L+1 = final norm, pooling head and classifier.
       stacked: axis 0 of the variable stacks the model's blocks 1..L; every slice along it is then
         treated as a variable of its own.
+      split: axis of attention heads or hidden units, which the model axis of a mesh divides, or None.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Parameter:
     part: str = "body"
     depth: int = 1
     stacked: bool = False
+    split: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision import autocast_variable
 
 from vit_tpu.errors import UserError
+from vit_tpu.layers import sharding
 
 
 class Ema(tf.__internal__.tracking.AutoTrackable):
@@ -44,6 +46,7 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
         self.updates: tf.Variable | None = None
         self.averages: list[tf.Variable] = []
         self._weights: Any = self._no_dependency([])
+        self.layouts: Sequence[sharding.Layout] = self._no_dependency([])  # of the weights, on a mesh
         self._swapped = False
 
     def build(self, variables: Sequence[tf.Variable]) -> None:
@@ -54,8 +57,9 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
         made = []
         with tf.init_scope(), autocast_variable.enable_auto_cast_variables(None):
             self.updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="ema/updates")
-            for weight in weights:
-                with tf.distribute.get_strategy().extended.colocate_vars_with(weight):
+            places: Sequence[Any] = [layout.state for layout in self.layouts] or [None] * len(weights)
+            for weight, place in zip(weights, places):
+                with sharding.placed(place), tf.distribute.get_strategy().extended.colocate_vars_with(weight):
                     made.append(
                         tf.Variable(
                             lambda weight=weight: tf.cast(weight, tf.float32),
@@ -90,17 +94,22 @@ class Ema(tf.__internal__.tracking.AutoTrackable):
         return tf.maximum(rate, 9.0 / (10.0 + updates)) if self.warmup else rate
 
     def _update_all(self, strategy: tf.distribute.Strategy, scalars: dict[str, tf.Tensor]) -> None:
-        def move(average: tf.Variable, weight: Any, scalars: dict[str, tf.Tensor]) -> None:
+        def move(average: tf.Variable, weight: Any, scalars: dict[str, tf.Tensor], layout: Any) -> None:
             with autocast_variable.enable_auto_cast_variables(None):
-                old = tf.convert_to_tensor(average)
-                new = old + scalars["rate"] * (tf.cast(weight, tf.float32) - old)
-                average.assign(tf.where(scalars["ok"], new, old) if "ok" in scalars else new)
+                old = sharding.as_state(tf.convert_to_tensor(average), layout)
+                value = sharding.as_state(sharding.as_stored(tf.cast(weight, tf.float32), layout), layout)
+                new = old + scalars["rate"] * (value - old)
+                new = tf.where(scalars["ok"], new, old) if "ok" in scalars else new
+                average.assign(sharding.as_state(new, layout))
 
         def count(updates: tf.Variable, scalars: dict[str, tf.Tensor]) -> None:
             updates.assign_add(tf.cast(scalars.get("ok", True), tf.int64))
 
-        for average, weight in zip(self.averages, self._weights):
-            strategy.extended.update(average, move, args=(weight, scalars), group=False)
+        places: Sequence[Any] = self.layouts or [None] * len(self.averages)
+        for average, weight, layout in zip(self.averages, self._weights, places):
+            strategy.extended.update(
+                average, functools.partial(move, layout=layout), args=(weight, scalars), group=False
+            )
         strategy.extended.update(self.updates, count, args=(scalars,), group=False)
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu.errors import UserError
+from vit_tpu.layers import sharding
 from vit_tpu.optim import rules
 from vit_tpu.optim.decay import Group
 
@@ -33,6 +34,7 @@ class SlottedOptimizer(keras.optimizers.Optimizer):
         self._saved_rules = self._no_dependency(list(saved_rules))
         self._rules = self._no_dependency({})  # variable key -> Rule
         self._slots: dict[str, dict[str, tf.Variable]] = {}
+        self.layouts: dict[str, sharding.Layout] = self._no_dependency({})  # by path; empty without a mesh
 
     def assign_groups(self, groups: Sequence[Group], keep_saved: bool = True) -> None:
         """Tells the optimizer which variable is updated how.
@@ -102,7 +104,8 @@ class SlottedOptimizer(keras.optimizers.Optimizer):
                 for slot, (shape, dtype) in self._slot_specs(rule).items():
                     name = f"{slot}/{rule.path}"
                     variable_slots = slots.setdefault(slot, {})
-                    variable_slots[rule.path] = self._add_slot(variable, name, shape, dtype)
+                    with sharding.placed(self.place(slot, rule)):
+                        variable_slots[rule.path] = self._add_slot(variable, name, shape, dtype)
             # Into the tracked dictionary, which a checkpoint read earlier may be waiting for.
             for slot, made in slots.items():
                 self._slots[slot] = made
@@ -115,6 +118,15 @@ class SlottedOptimizer(keras.optimizers.Optimizer):
             slot = tf.Variable(lambda: tf.zeros(shape, dtype), name=name, dtype=dtype, trainable=False)
         self._variables.append(slot)
         return slot
+
+    def place(self, slot: str, rule: rules.Rule) -> sharding.Spec | None:
+        """How a slot lies on a mesh; None without one."""
+        layout = self.layouts.get(rule.path)
+        return None if layout is None else tuple(layout.state[axis] for axis in self._slot_axes(slot, rule))
+
+    def _slot_axes(self, slot: str, rule: rules.Rule) -> Sequence[int]:
+        """Returns the axes of the variable that a slot has."""
+        return range(len(rule.shape))
 
     @property
     def slots(self) -> dict[str, dict[str, tf.Variable]]:

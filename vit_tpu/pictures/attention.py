@@ -85,19 +85,22 @@ def overlay(image: np.ndarray, attention: np.ndarray) -> np.ndarray:
 
 
 def attention_figure(
-    images: Sequence[np.ndarray], attentions: np.ndarray, captions: Sequence[str], title: str = ""
-) -> Any:
-    """Returns a matplotlib figure with each image beside its overlay, four pairs a row.
+    images: Sequence[np.ndarray], attentions: np.ndarray, captions: Sequence[str], title: str = "", *,
+    pairs: int = 4, font: int = 8,
+) -> Any:  # fmt: skip
+    """Returns a matplotlib figure with each image beside its overlay.
 
     Args:
       images: uint8 [H, W, C].
       attentions: [n, rows, columns].
       captions: one for each image.
       title: above all.
+      pairs: in a row.
+      font: size of the captions in points, where a picture is 2.2 inches wide.
     """
     from matplotlib.figure import Figure
 
-    columns = min(4, len(images))
+    columns = min(pairs, len(images))
     rows = -(-len(images) // columns)
     figure = Figure(figsize=(4.4 * columns, 2.5 * rows + 0.6), layout="constrained")
     axes = figure.subplots(rows, 2 * columns, squeeze=False)
@@ -107,7 +110,7 @@ def attention_figure(
         left, right = axes[i // columns, 2 * (i % columns)], axes[i // columns, 2 * (i % columns) + 1]
         left.imshow(image.squeeze(), cmap="gray" if image.shape[-1] == 1 else None)
         right.imshow(overlay(image, attention))
-        left.set_title(caption, fontsize=8, loc="left", parse_math=False)
+        left.set_title(caption, fontsize=font, loc="left", parse_math=False)
     if title:
-        figure.suptitle(title, fontsize=10, parse_math=False)
+        figure.suptitle(title, fontsize=font + 2, parse_math=False)
     return figure

@@ -11,11 +11,12 @@ from vit_tpu.tpu.report import Memory
 from vit_tpu.tpu.result import Advice, Result
 
 
-def changes(config: Config) -> Iterator[tuple[str, Config]]:
+def changes(config: Config, cores: int = 1) -> Iterator[tuple[str, Config]]:
     """Yields (what, config) of each change that this config can still make, the cheapest in speed and accuracy first.
 
     Args:
       config: every change is made to it alone; the caller makes them on top of each other.
+      cores: that train together; with several, state and weights can be divided over them.
     """
 
     def with_(*pairs: tuple[str, object]) -> tuple[str, Config]:
@@ -26,19 +27,21 @@ def changes(config: Config) -> Iterator[tuple[str, Config]]:
 
     if config.precision == "float32":
         yield with_(("precision", "mixed_bfloat16"))
+    if cores > 1 and config.shard == "none":
+        yield with_(("mesh", config.mesh or f"data={cores}"), ("shard", "state"))
     if config.optimizer.name in ("adamw", "lamb") and config.optimizer.momentum_dtype != "bfloat16":
         yield with_(("optimizer.momentum_dtype", "bfloat16"))
     if config.model.remat == "none" and not config.model.scan:
         yield with_(("model.remat", "block"))
+    if cores > 1 and config.shard == "state":
+        yield with_(("shard", "full"))
     if config.training.accumulation_steps == 1:
         yield with_(("training.accumulation_steps", 4))
     if config.model.pool == "tok":
         yield with_(("model.pool", "gap"))
     if config.optimizer.name in ("adamw", "lamb"):
         yield with_(("optimizer.name", "adafactor"), *((name, None) for name in _only_adam(config)))
-    if (
-        config.model.scan
-    ):  # the loop keeps all its gradients and all its inputs at once; the compiler takes longer without
+    if config.model.scan:  # saves little, and the compiler takes ten times as long
         yield with_(("model.scan", False), ("model.remat", "block"))
     if config.training.ema is not None:
         yield with_(("training.ema", None), ("training.evaluate_ema", False))
@@ -62,7 +65,7 @@ def until_it_fits(plan: Result, compiled: Callable[[Config, int], Memory]) -> li
     found: list[Advice] = []
     config, total, tried = plan.config, plan.memory.total, set[str]()
     while True:
-        change = next(((what, changed) for what, changed in changes(config) if what not in tried), None)
+        change = next(((what, changed) for what, changed in changes(config, plan.cores) if what not in tried), None)
         if change is None:
             break
         what, changed = change

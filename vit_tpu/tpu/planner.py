@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from vit_tpu import config as configs
+from vit_tpu import mesh as meshes
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
 from vit_tpu.tpu import advise, compiler, report, result, search, show, topologies
@@ -49,7 +50,7 @@ class Options:
 def make_plan(
     config: Config,
     chip: str = "v3",
-    cores: int = 1,
+    cores: int | None = None,
     batch_per_core: int | str | None = None,
     *,
     cycles: bool = False,
@@ -61,9 +62,11 @@ def make_plan(
     """Compiles the training step of `config` for a TPU and says what it needs and, on request, what it costs.
 
     Args:
-      config: from `load_config`; nothing of it is trained, and neither data nor weights are read.
+      config: from `load_config`; nothing of it is trained, and neither data nor weights are read. With config.mesh the
+        step is divided over its cores.
       chip: "v2", "v3", "v4", "v5e", "v5p", "v6e" or "v7x".
-      cores: cores that share a batch; gradients are summed over them inside the program.
+      cores: cores that share a batch; gradients are summed over them inside the program. None for those of the mesh,
+        or one.
       batch_per_core: images a step on each core; None for training.batch_size / cores, "auto" for the most that fit.
       cycles, advice, limit, cache, say: see `Options`.
 
@@ -80,13 +83,17 @@ def make_plan(
 def make_plans(
     config: Config,
     chips: Sequence[str],
-    cores: int = 1,
+    cores: int | None = None,
     batch_per_core: int | str | None = None,
     options: Options = Options(),
 ) -> list[Plan]:
     """`make_plan` for several chips, from one trace."""
     targets = [topologies.chip(chip) for chip in chips]
     config = configs.validate(config)
+    mesh = meshes.parse(config.mesh, config.shard)
+    cores = (mesh.cores if mesh else 1) if cores is None else cores
+    if mesh is not None:
+        meshes.check_cores(mesh, cores)
     batch = _batch(config, cores, batch_per_core)
     for target in targets:
         compiler.check_cores(target, cores)
@@ -94,9 +101,10 @@ def make_plans(
     stage = "cycles" if options.cycles else "memory"
     unit = config.training.accumulation_steps
     plans = []
-    with Tracer(config, cores, options.cache) as tracer:
+    partitions = cores if mesh is not None and mesh.partitioned else 1
+    with Tracer(config, cores // partitions, options.cache) as tracer:
         for target in targets:
-            job = Job(config, target, cores, tracer, options)
+            job = Job(config, target, cores, partitions, tracer, options)
             largest = None
             if batch is None:
                 largest = search.largest_batch(job.memory, target.hbm_bytes, unit)
@@ -121,6 +129,7 @@ class Job:
     config: Config
     chip: Chip
     cores: int
+    partitions: int
     tracer: Tracer
     options: Options
 
@@ -130,8 +139,9 @@ class Job:
     def plan(self, batch: int, stage: str = "memory") -> Plan:
         hlo, facts = self.tracer.trace(batch)
         compiled = compiler.compile_hlo(
-            hlo, self.chip, replicas=self.cores, stage=stage, limit=self.options.limit, cache=self.options.cache
-        )
+            hlo, self.chip, replicas=self.cores // self.partitions, partitions=self.partitions, stage=stage,
+            limit=self.options.limit, cache=self.options.cache,
+        )  # fmt: skip
         steps = self.config.training.accumulation_steps
         memory = report.memory(compiled, facts["arguments"], self.chip, steps)
         verdict = "fits" if memory.fits else "does not fit"
@@ -154,6 +164,7 @@ class Job:
             versions=versions() | compiled.versions,
             seconds=self.tracer.cpu_seconds + compiled.cpu_seconds,
             host_bytes=facts["peak_host_bytes"],
+            layout=facts.get("layout", ""),
         )
 
 

@@ -127,7 +127,8 @@ class _Sorter:
     def __init__(self, program: Program, arguments: Sequence[dict[str, Any]], accumulates: bool):
         self.instructions = program.by_name()
         self.accumulates = accumulates
-        self.weights = {shape for a in arguments if a["role"] == "parameters" for shape in _equivalent(a["shape"])}
+        known = [one for a in arguments if a["role"] == "parameters" for one in _pieces(a)]
+        self.weights = {shape for one in known for shape in _equivalent(one)}
         entry = program.computations[program.entry]
         numbers = {i.name: int(i.operands[0]) for i in entry if i.opcode == "parameter" and i.operands[0].isdigit()}
         self.held = {name for name, number in numbers.items() if arguments[number]["role"] == "parameters"}
@@ -155,6 +156,14 @@ class _Sorter:
             return True
         arrays = [o for o in found.operands if o in self.instructions and self.instructions[o].opcode != "constant"]
         return found.opcode != "parameter" and bool(arrays) and all(self._is_copy(o, depth - 1) for o in arrays)
+
+
+def _pieces(argument: dict[str, Any]) -> list[Sequence[int]]:
+    """The shapes in which a weight or its gradient lies on one core: whole, divided over a mesh, and, of stacked
+    blocks, that of some of them (each loop of `layers.block.stacked_blocks` collects the gradients of its own)."""
+    shape = argument["shape"]
+    stacked = re.match(r"blocks/(?!\d)", argument.get("name", ""))
+    return [shape, *argument.get("pieces", []), *([count, *shape[1:]] for count in range(2, shape[0]) if stacked)]
 
 
 def _significant(shape: Sequence[int]) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class Result:
       versions: of libtpu, its interface, TensorFlow and this package.
       seconds: CPU seconds of tracing and compiling.
       host_bytes: peak memory of the tracing process.
+      layout: how weights and their state are divided over a mesh, a table; "" without one.
     """
 
     config: Config
@@ -62,6 +63,7 @@ class Result:
     versions: dict[str, str]
     seconds: float
     host_bytes: int
+    layout: str = ""
 
     @property
     def fits(self) -> bool:

@@ -48,6 +48,8 @@ def table(plan: Result, buffers: int = 8) -> str:
     elif plan.largest_batch is not None:
         lines.append("  not even the smallest batch fits")
     lines += ["", *_parts(m), "", "  largest arrays", *_buffers(m.buffers[:buffers])]
+    if plan.layout:
+        lines += ["", "  how weights and their state are divided", plan.layout]
     if plan.cycles is not None:
         lines += ["", *_cycles(plan)]
     if plan.advice:
@@ -69,6 +71,7 @@ def _settings(c: Config) -> list[str]:
         (t.ema is not None, f"EMA {t.ema or 0:g}"),
         (m.dropout > 0, f"dropout {m.dropout:g}"),
         (m.drop_path > 0, f"drop path {m.drop_path:g}"),
+        (c.mesh is not None, f"mesh {c.mesh}, shard {c.shard}"),
     ]
     return [text for there, text in named if there]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_tpu import config as configs
+from vit_tpu import mesh as meshes
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
 
@@ -58,9 +59,10 @@ class Step:
     Args:
       config: what `vit_tpu.train` would run; `init_from` and the data themselves are not read.
       replicas: cores over which gradients are summed.
+      allocate: whether the weights exist after all, for a step that is to be run elsewhere.
     """
 
-    def __init__(self, config: Config, replicas: int = 1):
+    def __init__(self, config: Config, replicas: int = 1, allocate: bool = False):
         import tensorflow as tf
 
         from vit_tpu import devices
@@ -70,16 +72,28 @@ class Step:
         config = dataclasses.replace(config, init_from=None, training=quiet)
         classes, channels = data_shape(config)
         plan = schedule.plan(config, max(_NOMINAL_EXAMPLES, config.training.batch_size))
-        with tf.variable_creator_scope(variable_creator):
+        creator = contextlib.nullcontext() if allocate else tf.variable_creator_scope(variable_creator)
+        with creator:
             self.model = build.build_model(config, devices.choose("cpu"), classes, channels, plan)
         self.config, self.classes, self.channels, self.replicas = config, classes, channels, replicas
 
     def hlo(self, batch: int) -> tuple[bytes, list[dict[str, Any]]]:
         """Returns the step for `batch` images a core as a serialized HloModule, and what its arguments are.
 
+        On a mesh the module is that of all its cores, which the compiler divides, and takes the batch of all of them.
+
         Raises:
           UserError: the batch does not suit the config.
         """
+        if self.model.mesh is not None:
+            meshes.check_batch(self.model.mesh, batch * self.model.mesh.cores, self.config.training.accumulation_steps)
+            batch *= self.model.mesh.cores
+        function, specs = self.function(batch)
+        hlo = function.experimental_get_compiler_ir(*specs)(stage="hlo_serialized")
+        return hlo, self._arguments(function.get_concrete_function(*specs), specs)
+
+    def function(self, batch: int, tpu: bool = True) -> tuple[Any, list[Any]]:
+        """Returns the step as a `tf.function`, traced for a TPU or not, and the specs of its arguments."""
         import tensorflow as tf
 
         from vit_tpu.layers import target
@@ -88,7 +102,7 @@ class Step:
 
         @tf.function(jit_compile=True, autograph=False)
         def step(images: Any, labels: Any, weights: Any) -> Any:
-            with replica_context(self.replicas), target.tpu():
+            with replica_context(self.replicas), target.tpu() if tpu else contextlib.nullcontext():
                 return model.train_step((images, labels, weights))
 
         multi = self.config.training.loss == "sigmoid" or self.config.data.mixup > 0
@@ -98,13 +112,14 @@ class Step:
             labels,
             tf.TensorSpec([batch], tf.float32),
         ]
-        function = step.get_concrete_function(*specs)
-        hlo = step.experimental_get_compiler_ir(*specs)(stage="hlo_serialized")
-        return hlo, self._arguments(function, specs)
+        return step, specs
 
     def _arguments(self, function: Any, specs: list[Any]) -> list[dict[str, Any]]:
         """One entry per argument of the program: {"name", "role", "shape", "dtype"}."""
-        known = self._variables()
+        from vit_tpu.layers import sharding
+
+        layouts, mesh = self.model.inner_optimizer.layouts, self.model.mesh
+        known = {id(variable.handle): (name, role) for name, (variable, role) in self.variables().items()}
         arguments = [
             {"name": name, "role": "batch", "shape": spec.shape.as_list(), "dtype": spec.dtype.name}
             for name, spec in zip(("images", "labels", "weights"), specs)
@@ -123,25 +138,33 @@ class Step:
                 )
                 continue
             name, role = known.get(id(variable.handle), (variable.name, "other"))
-            arguments.append(
-                {"name": name, "role": role, "shape": variable.shape.as_list(), "dtype": variable.dtype.name}
-            )
+            entry = {"name": name, "role": role, "shape": variable.shape.as_list(), "dtype": variable.dtype.name}
+            if mesh is not None and name in layouts:
+                places = (layouts[name].used, layouts[name].state)
+                entry["pieces"] = [sharding.piece(variable.shape.as_list(), place, mesh) for place in places]
+            arguments.append(entry)
         return arguments
 
-    def _variables(self) -> dict[int, tuple[str, str]]:
+    def variables(self) -> dict[str, tuple[Any, str]]:
+        """Returns name -> (variable, role) of everything that is trained or kept for it."""
         model = self.model
-        found = {id(p.variable.handle): (p.path, "parameters") for p in model.parameters()}
-        optimizer: Any = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        for slot, variables in optimizer._slots.items():
-            found.update({id(v.handle): (f"{slot}/{path}", "optimizer") for path, v in variables.items()})
+        found: dict[str, tuple[Any, str]] = {p.path: (p.variable, "parameters") for p in model.parameters()}
+        for slot, variables in model.inner_optimizer.slots.items():
+            found.update({f"{slot}/{path}": (v, "optimizer") for path, v in variables.items()})
         if model.averages is not None:
             paths = [p.path for p in model.trained]
-            found.update({id(v.handle): (f"ema/{path}", "ema") for path, v in zip(paths, model.averages.averages)})
+            found.update({f"ema/{path}": (v, "ema") for path, v in zip(paths, model.averages.averages)})
         return found
 
     def facts(self) -> dict[str, Any]:
         """What the report needs to know of the model."""
+        from vit_tpu.layers import sharding
+
+        model, layout = self.model, ""
+        if model.mesh is not None:
+            layout = sharding.table(model.groups, model.inner_optimizer, model.averages is not None, model.mesh)
         return {
+            "layout": layout,
             "parameters": sum(p.variable.shape.num_elements() for p in self.model.parameters()),
             "forward_flops": self.model.flops(),
             "tokens": self.model.num_patches + self.model.positions.num_prefix,

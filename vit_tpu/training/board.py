@@ -100,19 +100,38 @@ class Board(StepCallback):
             ]
             maps = attention.attention_maps(self.model, floats)
             drawn["validation"] = attention.attention_figure(
-                list(images), maps, captions, "predictions and attention rollout"
-            )
+                list(images), maps, captions, "predictions and attention", pairs=2, font=20
+            )  # TensorBoard shows it 280 pixels wide
         for name, figure in drawn.items():
             if figure is not None:
-                tf.summary.image(name, weights.pixels(figure)[None])
+                # One section, so that TensorBoard opens all of them and not the first two.
+                tf.summary.image(f"pictures/{name}", weights.pixels(figure)[None])
+
+
+# The columns of TensorBoard's table of runs: it shows five, by the alphabet. The rest is in the text of the config.
+COLUMNS = ("model.variant", "optimizer.name", "optimizer.learning_rate", "training.batch_size", "precision")
 
 
 def hyperparameters(writer: Any, values: Mapping[str, Any], text: str) -> None:
-    """Writes the config as text and as hyper-parameters, so that runs can be compared in TensorBoard's table."""
+    """Writes the config as text and as hyper-parameters, so that runs can be compared in TensorBoard's table.
+
+    TensorBoard shows beside them what the same writer writes; the logger gives it the validation's results, too.
+
+    Args:
+      writer: of the training.
+      values: the config by key.
+      text: the config as YAML.
+    """
     from tensorboard.plugins.hparams import api
 
     flat = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
+    results = [
+        api.Metric("validation/accuracy", display_name="validation accuracy"),
+        api.Metric("validation/loss", display_name="validation loss"),
+        api.Metric("loss", display_name="train loss"),
+    ]
     with writer.as_default(0):
+        api.hparams_config([api.HParam(key) for key in COLUMNS if key in flat], results)
         api.hparams(flat)
         tf.summary.text("config", f"```yaml\n{text}\n```")
     writer.flush()

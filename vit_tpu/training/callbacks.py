@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_keras as keras
 
 from vit_tpu.models import guard
-from vit_tpu.training import checkpoints, state, storage
+from vit_tpu.training import checkpoints, gauges, state, storage
 from vit_tpu.training.background import Background
 from vit_tpu.training.checkpoints import Keep
 from vit_tpu.training.logger import Clock, Logger, StepCallback
@@ -22,7 +22,8 @@ class Evaluator(StepCallback):
     """Evaluates every so many steps and at the end, and keeps the result.
 
     Args:
-      data: batches (images, labels, weights) of known length.
+      data: batches (images, labels, weights).
+      steps: how many; None if the data knows.
       every: steps.
       logger: told the results.
       averaged: whether to evaluate the moving average of the weights.
@@ -42,8 +43,10 @@ class Evaluator(StepCallback):
         check: Callable[[], None] | None = None,
         stop: StopOnRequest | None = None,
         metrics: Mapping[str, Any] | None = None,
+        steps: int | None = None,
     ):
         super().__init__(every, start)
+        self.steps = steps
         self.data, self.logger, self.averaged, self.check, self.stop = data, logger, averaged, check, stop
         self.result: dict[str, Any] = {}
         self.best: dict[str, Any] = {}
@@ -82,7 +85,7 @@ class Evaluator(StepCallback):
         at = contextlib.nullcontext() if self.stop is None else self.stop.at("evaluating")
         with at, self.model.averaged_weights() if self.averaged else contextlib.nullcontext():
             watchers = [] if self.stop is None else [self.stop]
-            values = self.model.evaluate(self.data, verbose=0, return_dict=True, callbacks=watchers)
+            values = self.model.evaluate(self.data, steps=self.steps, verbose=0, return_dict=True, callbacks=watchers)
         if self.check is not None:
             self.check()
         return values
@@ -105,6 +108,7 @@ class Checkpointer(StepCallback):
       averaged: whether those are the moving average.
       owned: called before a checkpoint is written; raises to stop.
       stop: told what the run is at.
+      writes: False on a worker that only takes part in what saving asks of all of them.
     """
 
     def __init__(
@@ -121,8 +125,10 @@ class Checkpointer(StepCallback):
         averaged: bool = False,
         owned: Callable[[], None] | None = None,
         stop: StopOnRequest | None = None,
+        writes: bool = True,
     ):
         super().__init__(every, start)
+        self.writes = writes
         self.folder, self.extra, self.keep = os.fspath(folder), extra or {}, keep
         self.clock, self.evaluator = clock or Clock(), evaluator
         self.weights, self.averaged, self.owned, self.stop = weights, averaged, owned, stop
@@ -169,8 +175,10 @@ class Checkpointer(StepCallback):
         return checkpoints.folder_of(self.folder, step)
 
     def _job(self, step: int) -> Callable[[Callable[[], bool]], None]:
-        arrays, header = state.snapshot(self.model), state.settings_of(self.model)
         extra = dict(self.extra(step) if callable(self.extra) else self.extra)
+        if not self.writes:
+            return lambda abandoned: None
+        arrays, header = state.snapshot(self.model), state.settings_of(self.model)
         best = self._best()
 
         def job(abandoned: Callable[[], bool]) -> None:
@@ -199,8 +207,8 @@ def callbacks(
       every: steps between log lines.
       checkpoint_every: steps between checkpoints; None saves at the end of `fit` only.
     """
-    logger = Logger(workdir, every, batch_size=batch_size)
+    logger = Logger(workdir, every, batch_size=batch_size, gauges=[gauges.Memory()])
     folder = storage.join(workdir, "checkpoints")
     saver = Checkpointer(folder, checkpoint_every or 2**62, clock=logger.clock)
     logger.follows = saver.follows = True  # cells run twice: the steps go on
-    return [guard.StepGuard(), logger, saver]
+    return [guard.StepGuard(every=2**62), logger, saver]  # the logger looks for what the guard would

@@ -28,7 +28,8 @@ def duration(seconds: float) -> str:
 
 
 def figures(values: Mapping[str, Any], prefix: str = "") -> str:
-    """Returns the metrics of a line, in a fixed order and precision."""
+    """Returns the metrics of a line, in a fixed order and precision; what has a "/" in its name is for TensorBoard."""
+    values = {name: value for name, value in values.items() if "/" not in name}
     ordered = [name for name in SHOWN if name in values] + [name for name in values if name not in SHOWN]
     parts = []
     for name in ordered:
@@ -39,6 +40,9 @@ def figures(values: Mapping[str, Any], prefix: str = "") -> str:
             text = f"{100 * value:.2f}%"
         elif name == "learning_rate":
             name, text = "lr", f"{value:.2e}"
+        elif name == "mfu":
+            parts.append(f"{100 * value:.1f}% of peak")
+            continue
         elif name == "images_per_second":
             parts.append(f"{value:,.0f} img/s")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
@@ -134,11 +135,16 @@ def budget(config: Config, source: Source) -> BrokenRecords:
     return BrokenRecords(allowed if allowed is not None else math.ceil(source.num_examples / 1000))
 
 
-def train_data(config: Config, source: Source, start_step: int, broken: BrokenRecords) -> tf.data.Dataset:
-    """Returns the endless training batches from `start_step` on; unreadable files are added to `broken`."""
+def train_data(
+    config: Config, source: Source, start_step: int, broken: BrokenRecords, num_hosts: int = 1, host: int = 0
+) -> tf.data.Dataset:
+    """Returns the endless training batches from `start_step` on, or a host's share of them; unreadable files are added
+    to `broken`."""
     data, training = config.data, config.training
     return pipeline.train_pipeline(
         source,
+        num_hosts=num_hosts,
+        host=host,
         batch_size=training.batch_size,
         image_size=config.model.image_size,
         seed=training.seed,
@@ -166,12 +172,16 @@ def train_data(config: Config, source: Source, start_step: int, broken: BrokenRe
     )
 
 
-def eval_data(config: Config, source: Source, broken: BrokenRecords) -> tf.data.Dataset:
-    """Returns batches (images, labels, weights) that hold every example exactly once; unreadable files are added to
-    `broken`."""
+def eval_data(
+    config: Config, source: Source, broken: BrokenRecords, num_hosts: int = 1, host: int = 0
+) -> tf.data.Dataset:
+    """Returns batches (images, labels, weights) that hold every example exactly once, or a host's share of them;
+    unreadable files are added to `broken`."""
     size = config.training.batch_size
     return pipeline.eval_pipeline(
         source,
+        num_hosts=num_hosts,
+        host=host,
         batch_size=size,
         image_size=config.model.image_size,
         channels=channels(config, source),
@@ -202,6 +212,16 @@ def steps_per_epoch(config: Config, source: Source) -> float:
     if source.num_examples < 1:
         raise UserError(f"{source.name} has no examples")
     return source.num_examples / config.training.batch_size
+
+
+def identity(train: Source, validation: Source) -> dict[str, Any]:
+    """Returns what all hosts must have alike: numbers of examples, and a hash of the labels in their order."""
+    found: dict[str, Any] = {}
+    for role, source in (("training", train), ("validation", validation)):
+        found[f"{role} examples"] = source.num_examples
+        digest = hashlib.sha256(np.ascontiguousarray(source.labels).tobytes()).hexdigest()[:12]
+        found[f"{role} labels (their hash)"] = digest
+    return found
 
 
 def describe(source: Source, role: str) -> str:

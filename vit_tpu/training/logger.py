@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,8 @@ import tf_keras as keras
 
 from vit_tpu.errors import UserError
 from vit_tpu.models import guard
-from vit_tpu.training import display, storage
+from vit_tpu.training import display, events, storage
+from vit_tpu.training.gauges import Gauge
 
 
 class Clock:
@@ -106,6 +107,8 @@ class Logger(StepCallback):
       progress: where to show it, or None.
       examples_per_epoch: for the epoch column.
       metrics: what `state` gave to the checkpoint that the run continues from.
+      peak: FLOP/s that model FLOPs are compared with, or None for no MFU.
+      gauges: further numbers for each line.
     """
 
     def __init__(
@@ -119,14 +122,17 @@ class Logger(StepCallback):
         progress: display.Progress | None = None,
         examples_per_epoch: int | None = None,
         metrics: Mapping[str, Any] | None = None,
+        peak: float | None = None,
+        gauges: Sequence[Gauge] = (),
     ):
         super().__init__(every, start)
         self.workdir = os.fspath(workdir)
         self.batch_size, self.total_steps, self.progress = batch_size, total_steps, progress
-        self.examples_per_epoch = examples_per_epoch
+        self.examples_per_epoch, self.peak, self.gauges = examples_per_epoch, peak, list(gauges)
         self.clock = Clock()
         self.sums: dict[str, tuple[float, float]] = {}
-        self.timed_from = (start, 0.0)
+        self.timed_from = (start, 0.0, 0.0)
+        self.reader: events.Reader | None = None
         self.rates: list[tuple[int, float]] = []
         self.latest: dict[str, Any] = {}
         self.writers: dict[str, Any] = {}
@@ -149,7 +155,7 @@ class Logger(StepCallback):
     def rewind(self, step: int) -> None:
         super().rewind(step)
         if hasattr(self, "clock"):  # not yet at the beginning
-            self.timed_from = (step, self.clock.seconds())
+            self.timed_from = (step, self.clock.seconds(), self._waited())
 
     def forget_after(self, step: int) -> int:
         """Drops the lines of steps that a killed run took beyond its last checkpoint, which will be taken again.
@@ -170,6 +176,7 @@ class Logger(StepCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
+        self.reader = None  # the optimizer may be another one, or have another schedule
         self.open()
 
     def open(self) -> None:
@@ -182,60 +189,81 @@ class Logger(StepCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.clock.started is None:  # the first execution holds the compilation
             if logs is not None:
-                float(logs["step_loss"])
+                self._read(logs)
+            for gauge in self.gauges:
+                getattr(gauge, "prepare", lambda: None)()
             self.clock.start()
-            self.timed_from = (self.before_epoch + batch + 1, 0.0)
+            self.timed_from = (self.before_epoch + batch + 1, 0.0, self._waited())
         super().on_train_batch_end(batch, logs)
 
+    def _waited(self) -> float:
+        waiting = getattr(getattr(self, "model", None), "waiting", None)
+        return 0.0 if waiting is None else waiting.seconds()
+
     def on_steps(self, step: int, logs: Any) -> None:
-        values = self.window()
-        if logs and "grad_norm" in logs:
-            values["grad_norm"] = float(logs["grad_norm"])
-        values["learning_rate"] = float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
-        scale = getattr(self.model.optimizer, "loss_scale", None)
-        if scale is not None:
-            values["loss_scale"] = float(scale)
-        counters = self.model.counters.values()
-        guard.check(self.model)
-        seconds, (from_step, from_seconds) = self.clock.seconds(), self.timed_from
-        rate = None
-        if step > from_step and seconds > from_seconds:
-            rate = (step - from_step) * self.batch_size / (seconds - from_seconds)
-            self.rates.append((step - from_step, seconds - from_seconds))
-        self.timed_from = (step, seconds)
-        values["images_per_second"] = rate
-        values = {name: value for name, value in values.items() if value is not None}
+        read = self._read(logs)
+        values = self.window(read)
+        for name in ("grad_norm", "learning_rate", "loss_scale"):
+            if name in read:
+                values[name] = read[name]
+        guard.judge(self.model, {name: int(read[name]) for name in guard.COUNTED})
+        values |= self._speed(step)
+        for gauge in self.gauges:
+            values |= gauge(step)
         self.latest = values
-        record = {"step": step, "seconds": round(seconds, 3), **values, "skipped_updates": counters["skipped"]}
+        seconds, skipped = self.timed_from[1], int(read["skipped"])
+        record = {"step": step, "seconds": round(seconds, 3), **values, "skipped_updates": skipped}
         if self.examples_per_epoch:
             record["epoch"] = round(step * self.batch_size / self.examples_per_epoch, 4)
-        self.write(record, "train", {**values, "skipped_updates": counters["skipped"]}, step)
+        self.write(record, "train", {**values, "skipped_updates": skipped}, step)
         if self.progress is not None and self.total_steps:
+            rate = values.get("images_per_second")
             self.progress.update(step, values, (self.total_steps - step) * self.batch_size / rate if rate else 0.0)
 
-    def _totals(self) -> dict[str, tuple[float, float]]:
-        """Returns the model's running sums: metric -> (weighted sum, weight)."""
-        totals = {}
-        for metric in self.model.metrics:
-            if hasattr(metric, "hits"):
-                totals[metric.name] = (float(metric.hits.numpy()), float(metric.examples.numpy()))
-            elif isinstance(metric, keras.metrics.Mean):
-                totals[metric.name] = (float(metric.total.numpy()), float(metric.count.numpy()))
-        return totals
+    def _speed(self, step: int) -> dict[str, float]:
+        """Returns images/s since the last line, what a step's time went to, and the share of the peak."""
+        from_step, from_seconds, from_waited = self.timed_from
+        seconds, waited = self.clock.seconds(), self._waited()
+        steps, spent = step - from_step, seconds - from_seconds
+        self.timed_from = (step, seconds, waited)
+        if steps <= 0 or spent <= 0:
+            return {}
+        rate = steps * self.batch_size / spent
+        self.rates.append((steps, spent))
+        whole, wait = 1e3 * spent / steps, 1e3 * (waited - from_waited) / steps
+        values = {"images_per_second": rate, "time/step_ms": whole}
+        if hasattr(self.model, "waiting"):
+            values |= {"time/input_wait_ms": min(wait, whole), "time/device_ms": max(whole - wait, 0.0)}
+        if self.peak and hasattr(self.model, "flops"):
+            values["mfu"] = 3 * self.model.flops() * rate / self.peak  # the backward pass takes twice the forward one
+        return values
 
-    def since_last(self) -> dict[str, tuple[float, float]]:
+    def _read(self, logs: Any = None) -> dict[str, float]:
+        """Returns the model's running sums, counters and settings, fetched from the device at once."""
+        if self.reader is None or self.reader.model is not self.model:
+            self.reader = events.Reader(self.model)
+        return self.reader(logs)
+
+    def _totals(self, read: Mapping[str, float] | None = None) -> dict[str, tuple[float, float]]:
+        """Returns the model's running sums: metric -> (weighted sum, weight)."""
+        read = self._read() if read is None else read
+        return {name.split(":")[0]: (value, read[f"{name.split(':')[0]}:weight"])
+                for name, value in read.items() if name.endswith(":sum")}  # fmt: skip
+
+    def since_last(self, read: Mapping[str, float] | None = None) -> dict[str, tuple[float, float]]:
         """Returns the sums since the last line, without disturbing Keras' own running means."""
         found = {}
-        for name, now in self._totals().items():
+        for name, now in self._totals(read).items():
             last = self.sums.get(name, (0.0, 0.0))
             last = last if now[1] >= last[1] else (0.0, 0.0)  # somebody reset the metric in between
             found[name] = (now[0] - last[0], now[1] - last[1])
         return found
 
-    def window(self) -> dict[str, Any]:
+    def window(self, read: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Returns the means of loss and shares of hits since the last call."""
-        sums = self.since_last()
-        self.sums = self._totals()
+        read = self._read() if read is None else read
+        sums = self.since_last(read)
+        self.sums = self._totals(read)
         return {name: top / bottom for name, (top, bottom) in sums.items() if bottom > 0}
 
     @contextlib.contextmanager
@@ -250,17 +278,17 @@ class Logger(StepCallback):
 
     def validation(self, step: int, values: Mapping[str, Any]) -> None:
         """Records the result of an evaluation."""
-        self.write({"step": step, "validation": dict(values)}, "validation", values, step)
+        curves = {name: value for name, value in values.items() if name != "count"}  # the same number every time
+        self.write({"step": step, "validation": dict(values)}, "validation", curves, step)
+        # Once more beside the hyper-parameters, for TensorBoard's table of runs.
+        events.write_scalars(self.writers["train"], {f"validation/{name}": v for name, v in curves.items()}, step)
         if self.progress is not None:
             self.progress.say(f"step {step:,}  validation  {display.figures(values)}")
 
     def write(self, record: Mapping[str, Any], writer: str, scalars: Mapping[str, Any], step: int) -> None:
         try:
             storage.append_text(self.lines, json.dumps(record) + "\n")
-            with self.writers[writer].as_default(step):
-                for name, value in scalars.items():
-                    tf.summary.scalar(name, value)
-            self.writers[writer].flush()
+            events.write_scalars(self.writers[writer], scalars, step)
         except storage.FAILURES as error:
             raise UserError(
                 f"the log of step {step} cannot be written to {self.workdir} ({storage.reason(error)}): free space and "

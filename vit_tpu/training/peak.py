@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import tensorflow as tf
@@ -16,7 +17,7 @@ GPU_PEAKS = {
     "T4": (65e12, 8.1e12),
 }
 # Per core as TensorFlow counts replicas: bfloat16.
-TPU_PEAKS = {"v2": 23e12, "v3": 61.5e12, "v4": 275e12, "v5 lite": 197e12, "v5e": 197e12, "v5p": 459e12, "v6": 918e12}
+TPU_PEAKS = {"v2": 23e12, "v3": 61.5e12, "v4": 275e12, "v5lite": 197e12, "v5e": 197e12, "v5p": 459e12, "v6": 918e12}
 
 
 def of_devices(kind: str, replicas: int, half: bool) -> tuple[float | None, str]:
@@ -37,8 +38,11 @@ def of_devices(kind: str, replicas: int, half: bool) -> tuple[float | None, str]
             if part in name:
                 return replicas * peaks[0 if half else 1], f"data sheet of {name}"
         return None, f"no data sheet figure for {name or 'this GPU'}"
-    device = tf.config.list_logical_devices("TPU")
-    return None, f"no figure for {device[0].name if device else 'this device'}"
+    name = os.environ.get("TPU_ACCELERATOR_TYPE", "")  # TPU VMs set it: v3-8, v5litepod-16
+    for part, figure in TPU_PEAKS.items():
+        if name.startswith(part):
+            return replicas * figure, f"data sheet of {name}"
+    return None, f"no figure for {name or 'this TPU: TPU_ACCELERATOR_TYPE=v3-8 or the like would say which it is'}"
 
 
 def measured_matmul(size: int = 1024, repeats: int = 5) -> float:

@@ -14,7 +14,8 @@ from vit_tpu.training import checkpoints, state, storage
 
 # What may differ between the parts of one run: nothing here changes what an update means. Sections end with a dot.
 FREE = (
-    "workdir", "resume", "allow_config_change", "strategy", "tpu", "precision", "loss_scale.", "init_from",
+    "workdir", "resume", "allow_config_change", "strategy", "tpu", "mesh", "shard", "virtual_devices", "workers",
+    "worker", "worker_timeout", "precision", "loss_scale.", "init_from",
     "init_allow", "init_resize", "model.remat", "model.head_bias_init", "data.max_broken", "data.cache",
     "data.cache_dir", "data.data_service", "training.epochs", "training.steps", "training.accumulation_steps",
     "training.log_every",

@@ -9,8 +9,9 @@ from typing import Any
 from vit_tpu import config as configs
 from vit_tpu.models.guard import NonFiniteError
 from vit_tpu.settings import Config
-from vit_tpu.training import checkpoints, resume, state
+from vit_tpu.training import guest, resume, state
 from vit_tpu.training.callbacks import Checkpointer, Evaluator
+from vit_tpu.training.hosts import Team
 from vit_tpu.training.logger import Logger, StepCallback
 from vit_tpu.training.resume import Start
 
@@ -61,7 +62,7 @@ class Position:
 
 def after(
     error: NonFiniteError, at: Position, model: Any, saver: Checkpointer, logger: Logger, evaluator: Evaluator,
-    watchers: Sequence[Any],
+    watchers: Sequence[Any], team: Team,
 ) -> None:  # fmt: skip
     """Deals with a loss (or many gradients) that was not finite: keeps the last good state and raises, or goes back.
 
@@ -91,7 +92,7 @@ def after(
         )
         raise NonFiniteError(f"{error}{hint}") from None
     batch = at.batch + bad - at.start.step
-    found = checkpoints.newest(saver.folder)
+    found = guest.agree_checkpoint(team, saver.folder)
     if found is not None:
         path, manifest = found
         state.restore(model, path, manifest)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import math
 import os
 import tempfile
 import time
@@ -13,26 +15,32 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
+from vit_tpu import cluster as clusters
 from vit_tpu import config as configs
-from vit_tpu import devices
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
-from vit_tpu.errors import UserError
-from vit_tpu.models.guard import NonFiniteError
+from vit_tpu.diagnose import memory, oom, shortage
+from vit_tpu.errors import OutOfMemoryError, UserError, WorkerError
+from vit_tpu.models.guard import NonFiniteError, StepGuard
 from vit_tpu.models.vit import ViT
 from vit_tpu.settings import Config
+from vit_tpu.tpu import lint
 from vit_tpu.training import (
     board,
     build,
     callbacks,
+    checking,
     checkpoints,
     display,
-    estimate,
     failure,
+    gauges,
+    guest,
+    hosts,
     inputs,
     peak,
     plots,
     profiling,
+    remote,
     resume,
     rollback,
     schedule,
@@ -43,6 +51,10 @@ from vit_tpu.training.logger import Logger
 from vit_tpu.training.stopping import StopOnRequest
 from vit_tpu.training.summary import Summary
 from vit_tpu.training.workdir import Workdir
+
+ASK_THE_COMPILER = (
+    "the TPU compiler's own answer, fits or not: python -m vit_tpu.plan with the same --config and settings"
+)
 
 
 def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summary:
@@ -58,31 +70,63 @@ def run(config: Config, workdir: str | os.PathLike[str] | None = None) -> Summar
     Raises:
       UserError: what cannot work; nothing has been trained then.
       NonFiniteError: the loss or the gradients went bad; the last good checkpoint stays.
+      OutOfMemoryError: a step does not fit; says by how much and what to change; the last checkpoint stays.
     """
     config = configs.validate(config)
     if config.model.pool == "none":
         raise UserError("model.pool=none gives one output for each patch, which no label fits: take tok, gap or map")
-    _seed(config)
-    folder = Workdir.open(workdir or config.workdir, config)
-    stop = StopOnRequest()
+    remote.check_paths(config, workdir)
+    cluster = clusters.find(config.workers, config.worker)
+    with hosts.together(cluster, hosts.facts(config), config.worker_timeout) as team:
+        _seed(config)
+        folder = guest.open_folder(team, lambda: Workdir.open(workdir or config.workdir, config))
+        return _guarded(config, folder, team)
+
+
+def _guarded(config: Config, folder: Workdir, team: hosts.Team) -> Summary:
+    stop, request, known = StopOnRequest(team=team), profiling.Request(), dict[str, Any]()
     try:
-        with stop.on_signals():
-            return _run(config, folder, stop)
+        with stop.on_signals(), request.on_signal(), team.explained():
+            return _run(config, folder, team, stop, request, known)
+    except (UserError, FloatingPointError, WorkerError):
+        raise
+    except Exception as error:
+        unsupported = lint.explain(error)
+        if unsupported is not None:
+            raise UserError(unsupported) from error
+        told = oom.message(error, config, **known, kept=_kept(folder))
+        if told is None:
+            raise
+        raise OutOfMemoryError(told) from error
     finally:
         folder.release()
 
 
-def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
+def _kept(folder: Workdir) -> str:
+    found = checkpoints.steps(folder.checkpoints)
+    return f"the checkpoint of step {found[0]:,} is whole: the run continues from it" if found else ""
+
+
+def _run(
+    config: Config, folder: Workdir, team: hosts.Team, stop: StopOnRequest, request: profiling.Request,
+    known: dict[str, Any],
+) -> Summary:  # fmt: skip
+    """`known` gets what is found out about devices and data, for an error's message."""
     began = time.perf_counter()
-    here = devices.choose(config.strategy, config.tpu)
+    here = build.choose_devices(config, team.cluster)
+    team.collectives = team.size > 1
+    stop.keep_signals()
+    known.update(hardware=here.kind, replicas=here.replicas)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     classes = inputs.num_classes(config, train)
+    known.update(classes=classes, channels=inputs.channels(config, train))
     inputs.num_classes(config, validation, classes)
     broken, valid_broken = inputs.budget(config, train), BrokenRecords(0)
     train, validation = inputs.ready(config, train, broken), inputs.ready(config, validation, valid_broken)
+    team.compare("data", inputs.identity(train, validation))
     plan = schedule.plan(config, train.num_examples)
     stop.steps_per_execution = plan.steps_per_execution
-    start = resume.find(config, folder.checkpoints)
+    start = guest.agree_start(team, lambda: resume.find(config, folder.checkpoints))
     reports: list[Any] = []
     # A checkpoint holds the weights already; a run that begins takes those of init_from.
     first = dataclasses.replace(
@@ -92,7 +136,9 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     start = resume.load(start, model, config)
     batch, moved = resume.first_batch(start, config.training.batch_size // config.data.repeats)
     start = dataclasses.replace(start, notes=(*start.notes, *moved))
-    print(summary.opening(config, here, model, train, validation, plan, folder, start.step, start.notes), flush=True)
+    notes = (*start.notes, *remote.check(config, here, train, validation))
+    print(summary.opening(config, here, model, train, validation, plan, folder, start.step, notes), flush=True)
+    print("".join(f"{line}\n" for line in oom.warning(config, **known)), end="", flush=True)
     if start.step >= plan.total_steps and folder.summary().get("status") == "done":
         result = dataclasses.replace(summary.read(folder.summary()), workdir=str(folder.path))  # it may have moved
         print(f"{folder.path} is finished already: nothing to do\n{summary.ending(result)}", flush=True)
@@ -102,23 +148,23 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
             f"{folder.path} has trained {start.step:,} steps already and {plan.total_steps:,} are asked for: nothing "
             "to do"
         )
-    window = None
-    if config.training.profile is not None:
-        window = profiling.ProfileWindow(
-            storage.join(folder.path, "logs"), config.training.profile, steps_per_execution=plan.steps_per_execution,
-            start=start.step, total_steps=plan.total_steps,
-        )  # fmt: skip
-    folder.make(config)
+    profiler = profiling.Profiler(
+        folder.path, config.training.profile, steps_per_execution=plan.steps_per_execution, start=start.step,
+        total_steps=plan.total_steps, request=request,
+    )  # fmt: skip
+    guest.make_folder(team, folder, config)
     for report in reports:
         folder.write_json("init_report.json", report.to_dict())
     top, where = peak.of_devices(here.kind, here.replicas, config.precision != "float32")
     progress = display.Progress(plan.total_steps, start.step)
-    stop.say = progress.say
+    profiler.say, stop.say = progress.say, progress.say if team.chief else team.say
     metrics = start.manifest.get("metrics", {})
     logger = Logger(
         folder.path, plan.log_every, batch_size=config.training.batch_size, total_steps=plan.total_steps,
-        start=start.step, progress=progress, examples_per_epoch=train.num_examples, metrics=metrics,
+        start=start.step, progress=progress, examples_per_epoch=train.num_examples, metrics=metrics, peak=top,
+        gauges=gauges.of_run(config, model, validation, progress.say, plan.total_steps),
     )  # fmt: skip
+    profiler.clock = logger.clock
     forgotten = logger.forget_after(start.step)
     if forgotten:
         print(
@@ -131,32 +177,38 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
     facts = {key: configs.get(config, key) for key in configs.all_keys()}
     board.hyperparameters(logger.writers["train"], facts, configs.to_yaml(config))
     evaluator = callbacks.Evaluator(
-        inputs.eval_data(config, validation, valid_broken), plan.evaluate_every, logger, start=start.step,
+        here.batches(functools.partial(inputs.eval_data, config, validation, valid_broken), config.training.batch_size),
+        plan.evaluate_every, logger, start=start.step,
         averaged=config.training.evaluate_ema, check=valid_broken.check, stop=stop, metrics=metrics,
+        steps=math.ceil(validation.num_examples / config.training.batch_size),
     )  # fmt: skip
     saver = callbacks.Checkpointer(
         folder.checkpoints, plan.checkpoint_every, start=start.step, keep=plan.keep, clock=logger.clock,
         evaluator=evaluator, weights=folder.weights if config.training.save_weights else None,
-        averaged=config.training.evaluate_ema, owned=folder.still_ours, stop=stop,
+        averaged=config.training.evaluate_ema, owned=folder.still_ours, stop=stop, writes=team.chief,
     )  # fmt: skip
     at = rollback.Position(start, batch, config, train.num_examples, train.class_names)
     saver.extra = lambda step: at.manifest(step, model, logger, evaluator, here.replicas)
-    watchers = [logger, evaluator, saver, stop, *([window] if window else [])]
-    if config.training.board == "full":
+    # The logger looks for what the guard would, and waits for the device no more often than it is told to.
+    watchers = [profiler, logger, evaluator, saver, stop, StepGuard(every=2**62)]
+    if config.training.board == "full" and team.chief:
         # After the saver: pictures can wait, a save before a preemption cannot.
-        watchers.insert(3, board.Board(logger, plan.evaluate_every, _samples(config, validation),
+        watchers.insert(4, board.Board(logger, plan.evaluate_every, _samples(config, validation),
                                        total_steps=plan.total_steps, start=start.step))  # fmt: skip
     try:
-        with _numerics_checked(config.training.check_numerics and not config.training.jit):
-            while not stop.requested:
-                data = inputs.train_data(config, train, at.batch, broken)
-                steps = plan.total_steps - at.start.step
-                try:
+        while not stop.requested:
+            data = here.batches(
+                functools.partial(inputs.train_data, config, train, at.batch, broken), config.training.batch_size
+            )
+            steps = plan.total_steps - at.start.step
+            try:
+                with checking.every_operation(model, wanted=checking.possible(config, model)):
                     model.fit(data, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=watchers)
-                    break
-                except NonFiniteError as error:
+                break
+            except NonFiniteError as error:
+                if team.chief:
                     progress.say(_where(folder, config, model, train, at, here.replicas))
-                    rollback.after(error, at, model, saver, logger, evaluator, watchers)  # or raises
+                rollback.after(error, at, model, saver, logger, evaluator, watchers, team)  # or raises
     except KeyboardInterrupt:
         with contextlib.suppress(Exception):
             saver.writer.take_over()
@@ -184,7 +236,8 @@ def _run(config: Config, folder: Workdir, stop: StopOnRequest) -> Summary:
         unreadable=dict(broken.reasons),
     )  # fmt: skip
     folder.write_json("summary.json", dataclasses.asdict(result))
-    if result.status == "done":
+    team.meet("end")
+    if result.status == "done" and team.chief:
         with _local(folder) as place:
             _draw(config, model, validation, place)
     print(summary.ending(result), flush=True)
@@ -241,25 +294,6 @@ def _draw(config: Config, model: ViT, validation: Source, folder: str) -> None:
         plots.prediction_sheet(folder, images, validation.labels[: len(images)], shares, validation.class_names, ids)
 
 
-@contextlib.contextmanager
-def _numerics_checked(wanted: bool) -> Iterator[None]:
-    """TensorFlow's own check of every operation inside the block; it names the operation and the line that made it."""
-    if not wanted:
-        yield
-        return
-    tf.debugging.enable_check_numerics()
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if "inf" not in str(error).lower() and "nan" not in str(error).lower():
-            raise
-        text = str(error)
-        found = text[text.find("!!! Detected") :] if "!!! Detected" in text else text
-        raise FloatingPointError(f"check_numerics: {' '.join(found.split('Graph name')[0].split())[:600]}") from error
-    finally:
-        tf.debugging.disable_check_numerics()
-
-
 def _seed(config: Config) -> None:
     keras.utils.set_random_seed(config.training.seed)
     if config.training.deterministic:
@@ -269,12 +303,18 @@ def _seed(config: Config) -> None:
 def dry_run(config: Config) -> str:
     """Returns the start-up summary of a run and an estimate of its memory, without training or writing anything."""
     config = configs.validate(config)
-    here = devices.choose(config.strategy, config.tpu)
+    here = build.choose_devices(config, clusters.find(config.workers, config.worker), dry=True)
     train, validation = inputs.open_source(config, "train"), inputs.open_source(config, "validation")
     plan = schedule.plan(config, train.num_examples)
     classes = inputs.num_classes(config, train)
     inputs.num_classes(config, validation, classes)
+    known: dict[str, Any] = {"classes": classes, "channels": inputs.channels(config, train), "hardware": here.kind}
+    needs = memory.breakdown(config, **known, replicas=here.replicas)
+    warning = oom.warning(config, **known, replicas=here.replicas)
+    memory_text = "\n".join([str(needs), *warning, ASK_THE_COMPILER])
+    if here.kind == "CPU" and needs.state > (shortage.of_host() or math.inf):
+        return memory_text  # building the model, as the rest asks for, would end this process
     model = build.build_model(config, here, classes, inputs.channels(config, train), plan)
     folder = Workdir(config.workdir or "(none: dry run)")
     opening = summary.opening(config, here, model, train, validation, plan, folder, 0)
-    return f"{opening}\n\n{estimate.text(config, model, here.replicas)}"
+    return f"{opening}\n\n{memory_text}"

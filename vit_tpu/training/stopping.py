@@ -12,6 +12,8 @@ from typing import Any
 
 import tf_keras as keras
 
+from vit_tpu.training.hosts import Team
+
 
 class EvaluationStoppedError(Exception):
     """A stop was requested while evaluating: the figures so far are of some of the examples and are dropped."""
@@ -26,11 +28,14 @@ class StopOnRequest(keras.callbacks.Callback):
     Attributes:
       requested: whether a stop was.
       doing: what the run is at: "starting", "compiling", "training", "evaluating" or "saving".
+      asked: whether this process was asked to; with several workers all stop where they have agreed to.
       say: where to print a line.
     """
 
-    def __init__(self, steps_per_execution: int = 1) -> None:
+    def __init__(self, steps_per_execution: int = 1, team: Team | None = None) -> None:
         super().__init__()
+        self.team = team if team is not None and team.size > 1 else None
+        self.asked, self.boundaries = False, 0
         self._supports_tf_logs = True
         self.requested = False
         self.requested_at: float | None = None
@@ -39,6 +44,7 @@ class StopOnRequest(keras.callbacks.Callback):
         self.steps_per_execution = steps_per_execution
         self.last_end: float | None = None
         self.execution_seconds: float | None = None
+        self._handle: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.doing, self.last_end = "compiling", None
@@ -50,12 +56,26 @@ class StopOnRequest(keras.callbacks.Callback):
         if self.doing == "training" and self.last_end is not None:  # not the first, which compiles
             self.execution_seconds = time.perf_counter() - self.last_end
         self.doing = "training"
+        self._agree()
         if self.requested:
             self.model.stop_training = True
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree()
         if self.requested:
             raise EvaluationStoppedError
+
+    def _agree(self) -> None:
+        """At the end of an execution, which all workers reach one after the other: requests the stop where all do."""
+        if self.team is None:
+            return
+        self.team.check()
+        self.boundaries += 1
+        if self.asked and self.team.stop_at is None:
+            # Nobody ends the next execution before this worker has begun it, and that is not before all know.
+            self.team.ask_stop(self.boundaries + 1)
+        if self.team.stop_at is not None and self.boundaries >= self.team.stop_at and not self.requested:
+            self.requested, self.requested_at = True, self.requested_at or time.perf_counter()
 
     @contextlib.contextmanager
     def at(self, doing: str) -> Iterator[None]:
@@ -83,7 +103,8 @@ class StopOnRequest(keras.callbacks.Callback):
         before: dict[int, Any] = {}
 
         def handle(number: int, frame: Any) -> None:
-            self.requested, self.requested_at = True, time.perf_counter()
+            self.asked, self.requested_at = True, time.perf_counter()
+            self.requested = self.team is None
             for other, handler in before.items():
                 signal.signal(other, handler)
             with contextlib.suppress(RuntimeError):  # the signal came while a line was being printed
@@ -91,13 +112,23 @@ class StopOnRequest(keras.callbacks.Callback):
 
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._handle = handle
         try:
             yield
         finally:
+            self._handle = None
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def keep_signals(self) -> None:
+        """Takes the signals again inside `on_signals`: TensorFlow's cluster sets a handler that drops SIGTERM."""
+        if self._handle is not None and not self.asked:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._handle)
+
     def _plan(self) -> str:
+        if self.team is not None:
+            return f"stops with all other workers after the next execution or the one after it ({self.bound()}), saves"
         return {
             "starting": "stops before training begins, nothing is lost",
             "compiling": "saves as soon as the first execution, which compiles, has ended",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
 import sys
 import time
@@ -15,10 +16,11 @@ import tf_keras as keras
 
 from vit_tpu import devices
 from vit_tpu.data.source import Source
+from vit_tpu.layers import sharding
 from vit_tpu.models.vit import ViT
 from vit_tpu.optim import decay
 from vit_tpu.settings import Config
-from vit_tpu.training import display, inputs, peak, schedule
+from vit_tpu.training import checking, display, gauges, inputs, peak, profiling, schedule
 from vit_tpu.training.callbacks import Evaluator
 from vit_tpu.training.logger import Logger
 from vit_tpu.training.workdir import Workdir
@@ -87,7 +89,7 @@ def opening(
         variable.dtype.size * int(np.prod(variable.shape)) for s in inner.slots.values() for variable in s.values()
     )
     size = "x".join(map(str, model.image_size))
-    jit = "whole step" if model.jit and here.replicas == 1 else "forward and backward" if model.jit else "off"
+    jit = _jit(model, here)
     batch = f"{t.batch_size}" + (f" in {t.accumulation_steps} micro-batches" if t.accumulation_steps > 1 else "")
     if here.replicas > 1:
         batch += f" over {here.replicas} replicas"
@@ -99,7 +101,7 @@ def opening(
         (
             "precision",
             f"{config.precision}, loss scale {'off' if scale is None else f'{float(scale):g}'}, XLA {jit}"
-            + _numerics(t.check_numerics, bool(t.jit)),
+            + checking.sentence(config, model),
         ),
         ("data", inputs.describe(train, "train") + "\n" + inputs.describe(validation, "validation")),
         (
@@ -139,6 +141,14 @@ def opening(
             ),
         ),
     ]
+    if model.mesh is not None:
+        rows.append(("sharding", sharding.table(model.groups, inner, t.ema is not None, model.mesh)))
+    known = gauges.device_bytes() is not None
+    rows.append((
+        "watch",
+        f"kill -USR1 {os.getpid()} records the next {profiling.STEPS} steps, a number in "
+        f"{folder.path}/{profiling.REQUEST} as many" + ("" if known else "\nno device reports its memory: n/a"),
+    ))  # fmt: skip
     if plan.changed:
         rows.append(("changed", "\n".join(plan.changed)))
     if notes:
@@ -146,17 +156,20 @@ def opening(
     return "vit_tpu run\n" + display.table(rows)
 
 
+def _jit(model: ViT, here: devices.Devices) -> str:
+    """Returns what XLA compiles, and why where the devices decide it."""
+    if here.kind == "TPU":
+        return "whole step, by the TPU's runtime"
+    if not model.jit:
+        return "off"
+    return "whole step" if here.replicas == 1 else "forward and backward, as the weights lie on several devices"
+
+
 def _saving(plan: schedule.Plan) -> str:
     every = f"every {plan.checkpoint_every:,} steps, " if plan.checkpoint_every < plan.total_steps else ""
     keep, best = plan.keep, "at the best validation and " if plan.keep.best else ""
     often = f" and every {keep.every:,} steps'" if keep.every else ""
     return f"save {every}{best}at the end (the newest {keep.last}{often} stay)"
-
-
-def _numerics(wanted: bool, jit: bool) -> str:
-    if not wanted:
-        return ""
-    return ", stops at the first gradient that is not finite" if jit else ", every operation checked for NaN (slow)"
 
 
 def versions() -> dict[str, str]:

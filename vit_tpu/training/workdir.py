@@ -19,7 +19,10 @@ from vit_tpu.settings import Config
 from vit_tpu.training import checkpoints, resume, storage
 
 # Two runs of one config may differ in these and still be the same run to continue.
-_HOW = ("workdir", "resume", "allow_config_change", "training.on_nonfinite", "training.max_rollbacks")
+_HOW = (
+    "workdir", "resume", "allow_config_change", "training.on_nonfinite", "training.max_rollbacks", "workers", "worker",
+    "worker_timeout",
+)  # fmt: skip
 
 
 class Workdir:
