@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vit_tpu import plain
 from vit_tpu.errors import OutOfMemoryError, UserError, WorkerError, nearest
 
 
@@ -101,7 +102,7 @@ def write_json(path: str, facts: Any) -> None:
     """Writes the facts of a result for machines."""
     try:
         with open(path, "w") as file:
-            json.dump(facts, file, indent=1)
+            json.dump(plain.finite(facts), file, indent=1)
             file.write("\n")
     except OSError as error:
         raise UserError(f"--json={path} cannot be written ({error.strerror})") from None

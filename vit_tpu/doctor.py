@@ -28,6 +28,11 @@ from vit_tpu.command import check_file, execute, write_json
 from vit_tpu.errors import UserError, nearest
 
 HARDWARE = ("CPU", "GPU", "TPU")
+# What each question takes besides --json; without one of them the installation, and a run if one is named, is examined.
+QUESTIONS = {
+    "profile": (), "replay": (), "memory": ("config", "set", "workdir", "hardware", "replicas"),
+    "ranges": ("config", "set", "workdir"),
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,14 +62,14 @@ def _run(values: Any) -> int:
         raise UserError(f"--hardware={values.hardware}{nearest(values.hardware, HARDWARE)}: use CPU, GPU or TPU")
     if values.replicas is not None and values.replicas < 1:
         raise UserError(f"--replicas={values.replicas}: give a number above 0")
-    asked = [name for name in ("profile", "replay", "config") if getattr(values, name)]
+    asked = [name for name in QUESTIONS if getattr(values, name)]
     if len(asked) > 1:
         raise UserError(f"--{asked[0]} and --{asked[1]} are two questions: ask one at a time")
-    more = [name for name in ("memory", "ranges") if getattr(values, name)]
-    if more and (len(more) > 1 or values.profile or values.replay):
-        raise UserError(f"--{more[0]} is a question of its own: ask one at a time")
-    of_a_run = [name for name in ("hardware", "replicas") if values[name].present]
-    if of_a_run and not (values.config or values.set or values.workdir):
+    of_a_run = [name for name in ("config", "set", "workdir", "hardware", "replicas") if values[name].present]
+    useless = [name for name in of_a_run if asked and name not in QUESTIONS[asked[0]]]
+    if useless:
+        raise UserError(f"--{asked[0]} has no use for --{useless[0]}: leave it out, or ask without --{asked[0]}")
+    if of_a_run and not asked and not (values.config or values.set or values.workdir):
         raise UserError(f"--{of_a_run[0]} is about a run: name its --config, or settings with --set")
     check_file("json", values.json)
     if values.profile:
@@ -89,8 +94,9 @@ def _run(values: Any) -> int:
         return _ranges(values)
     from vit_tpu.diagnose import examine, findings
 
+    config, overrides = _own(values) or values.config, values.set
     results = examine.examine(
-        values.config, values.set, workdir=values.workdir, hardware=values.hardware, replicas=values.replicas
+        config, overrides, workdir=values.workdir, hardware=values.hardware, replicas=values.replicas
     )
     print(findings.report(results))
     if values.json:
@@ -98,11 +104,21 @@ def _run(values: Any) -> int:
     return 1 if findings.must_be_fixed(results) else 0
 
 
+def _own(values: Any) -> Any:
+    """Returns the config of the run that --workdir holds, or None if it holds none or another config is named."""
+    from vit_tpu.evaluation import run_folder
+    from vit_tpu.training import storage
+
+    if not values.workdir or not storage.exists(storage.join(values.workdir, "config.yaml")):
+        return None
+    return None if values.config or values.set else run_folder.config_of(values.workdir)
+
+
 def _memory(values: Any) -> int:
     from vit_tpu.config import load_config
     from vit_tpu.diagnose import examine, oom, savings
 
-    config = load_config(values.config, values.set)
+    config = _own(values) or load_config(values.config, values.set)
     found = examine.needs(config, values.hardware, values.replicas)
     print("\n".join([str(found.needs), *oom.needed(found.needs)[1:], *oom.advice(config, found.measure)]))
     if values.json:
@@ -115,19 +131,17 @@ def _memory(values: Any) -> int:
 
 
 def _ranges(values: Any) -> int:
-    import os
-
     from vit_tpu.config import load_config
     from vit_tpu.diagnose import ranges
 
-    run = values.workdir and os.path.exists(os.path.join(values.workdir, "config.yaml"))
-    if run and (values.config or values.set):
+    own = _own(values)
+    if values.workdir and (values.config or values.set):
         raise UserError(
-            f"--workdir={values.workdir} holds a run, whose own config counts: leave --config and --set out"
+            f"--workdir={values.workdir} is looked at with its own config and weights: leave --config and --set out"
         )
-    if values.workdir and not run:
+    if values.workdir and own is None:
         raise UserError(f"--workdir={values.workdir} holds no run; --config looks at one that has not begun")
-    found = ranges.of_run(values.workdir) if run else ranges.of_config(load_config(values.config, values.set))
+    found = ranges.of_run(values.workdir) if own else ranges.of_config(load_config(values.config, values.set))
     print(found)
     if values.json:
         write_json(values.json, found.to_dict())

@@ -72,8 +72,8 @@ def test_every_config_key_that_a_page_names_exists(page):
 
 # Files, and attributes of objects in examples.
 METHODS = {
-    "optimizer.trust_ratios", "optimizer.loss_scale", "model.onnx", "model.tflite", "model.safetensors",
-    "training.safetensors",
+    "optimizer.trust_ratios", "optimizer.loss_scale", "optimizer.skipped", "optimizer.skipped_in_a_row",
+    "model.onnx", "model.tflite", "model.safetensors", "training.safetensors",
     "optimizer.iterations", "model.counters", "model.index",
 }  # fmt: skip
 

@@ -82,12 +82,13 @@ def test_values_and_gradients_equal_those_elsewhere(name, policy):
 @pytest.mark.parametrize("policy", list(TOLERANCE))
 def test_stacked_blocks_equal_those_elsewhere(policy):
     with precision.scope(policy):
-        block = Block(24, 3, 40)
+        block = Block(24, 3, 40, dropout=0.2)
     block.create_weights(stack=4)  # two loops on a TPU
     for i, variable in enumerate(block.params.values()):
         variable.assign(draw(variable.shape, i, 0.2))
     x = tf.cast(draw((2, 5, 24), 7), "float32" if policy == "float32" else "bfloat16")
-    plain, tpu = both(lambda x: stacked_blocks(block, 4, x, None, [0.0] * 4), list(block.params.values()), x)
+    seed, rates = tf.constant([3, 4]), [0.0, 0.1, 0.2, 0.3]
+    plain, tpu = both(lambda x: stacked_blocks(block, 4, x, seed, rates), list(block.params.values()), x)
     assert_equal(plain, tpu, TOLERANCE[policy])
 
 

@@ -122,7 +122,8 @@ def test_worker_that_vanishes_is_named_to_all_with_code_75(addresses, quick, gon
     def work(team):
         team.meet("start")
         if team.index == gone:
-            for link in team._links.values():  # as the system does for a process that dies
+            team._left.update(team._links)  # a process that dies tells nobody
+            for link in team._links.values():  # as the system does for it
                 link.connection.shutdown(socket.SHUT_RDWR)
             return "gone"
         team.meet("never")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from vit_tpu.errors import UserError
+
+ENDING = ".xplane.pb"
 
 # column of xprof's step table -> what it is called here
 TIMES = {
@@ -100,22 +105,52 @@ class Profile:
         return "\n".join(lines)
 
 
-def find_trace(folder: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns the newest trace in or below a run's folder, its logs, or a trace's own folder.
+def find_trace(folder: str | os.PathLike[str]) -> str:
+    """Returns the newest trace in or below a run's folder, its logs, or a trace's own folder; or the trace given.
 
     Raises:
       UserError: there is none; says where one is expected.
     """
-    root = pathlib.Path(folder)
-    if root.is_file() and root.name.endswith(".xplane.pb"):
+    root = os.fspath(folder)
+    if root.endswith(ENDING) and ("://" in root or os.path.isfile(root)):
         return root
-    found = sorted(root.rglob("*.xplane.pb"), key=os.path.getmtime) if root.is_dir() else []
+    if "://" in root:
+        found = sorted(_in_store(root))  # the folders are named after the time
+    else:
+        found = sorted(map(str, pathlib.Path(root).rglob(f"*{ENDING}")), key=os.path.getmtime)
     if not found:
         raise UserError(
             f"{root} holds no trace (expected logs/plugins/profile/<time>/<host>.xplane.pb): record one with "
             "python -m vit_tpu.train --profile=START,STOP"
         )
     return found[-1]
+
+
+def _in_store(root: str) -> Iterator[str]:
+    """Yields the traces below a folder such as gs://bucket/run, without listing what else it holds."""
+    from vit_tpu.training import storage  # TensorFlow's, which takes seconds to import
+
+    for below in ("", "plugins/profile", "logs/plugins/profile"):
+        place = storage.join(root, below) if below else root
+        for name in storage.names(place):
+            inner = storage.names(storage.join(place, name)) if below else []
+            yield from (storage.join(place, part) for part in [name, *(f"{name}/{i}" for i in inner)]
+                        if part.endswith(ENDING))  # fmt: skip
+
+
+@contextlib.contextmanager
+def _on_disk(trace: str) -> Iterator[str]:
+    """Gives the path of a trace on this machine: xprof reads no store."""
+    if "://" not in trace:
+        yield trace
+        return
+    from vit_tpu.training import storage
+
+    with tempfile.TemporaryDirectory() as place:
+        copy = os.path.join(place, os.path.basename(trace))
+        with storage.reading(trace) as source, open(copy, "wb") as target:
+            target.write(source.read())
+        yield copy
 
 
 def read(folder: str | os.PathLike[str]) -> Profile:
@@ -125,6 +160,11 @@ def read(folder: str | os.PathLike[str]) -> Profile:
       UserError: no trace, no xprof, or a file that it cannot read.
     """
     trace = find_trace(folder)
+    with _on_disk(trace) as copy:
+        return _read(trace, copy)
+
+
+def _read(trace: str, copy: str) -> Profile:
     try:
         from xprof.convert import raw_to_tool_data
     except ImportError:
@@ -132,7 +172,7 @@ def read(folder: str | os.PathLike[str]) -> Profile:
 
     def table(tool: str) -> Any:
         try:
-            data, _ = raw_to_tool_data.xspace_to_tool_data([str(trace)], tool, {})
+            data, _ = raw_to_tool_data.xspace_to_tool_data([copy], tool, {})
             return json.loads(data)
         except Exception as error:  # xprof's errors have no common type
             reason = " ".join(str(error).split())[:200]
@@ -140,7 +180,7 @@ def read(folder: str | os.PathLike[str]) -> Profile:
 
     overview = table("overview_page")
     empty: dict[str, Any] = {"cols": [], "rows": [], "p": {}}
-    steps = next((part for part in overview if part["cols"][0]["id"] == "stepnum"), empty)
+    steps = next((part for part in overview if part["cols"] and part["cols"][0]["id"] == "stepnum"), empty)
     names = [column["id"] for column in steps["cols"]]
     rows = [[cell.get("v") for cell in row["c"]] for row in steps["rows"]]
 
@@ -152,7 +192,7 @@ def read(folder: str | os.PathLike[str]) -> Profile:
     operations, layers = _operations(table("framework_op_stats"))
     memory = any("HBM" in key or "gpu" in key.lower() for key in _allocators(table("memory_profile")))
     return Profile(
-        trace=str(trace),
+        trace=trace,
         hardware=steps["p"].get("hardware_type", "unknown"),
         steps=len(rows),
         step_ms=sum(times.values()),

@@ -19,6 +19,7 @@ from vit_tpu.diagnose.machine import Machine
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
 from vit_tpu.training import inputs, schedule
+from vit_tpu.training.workdir import Workdir
 
 SAMPLED = 64  # records decoded: the first, the last and others at random
 
@@ -140,9 +141,9 @@ def _data(config: Config, source: Source, split: str) -> Iterator[Finding]:
 
 
 def _disk(config: Config, needs: memory.Breakdown) -> Iterator[Finding]:
-    folder = pathlib.Path(config.workdir or "runs")
-    if "://" in str(folder):
+    if "://" in (config.workdir or ""):
         return
+    folder = pathlib.Path(config.workdir or "runs")
     parent = next((p for p in (folder, *folder.absolute().parents) if p.exists()), pathlib.Path("/"))
     free, needed = shutil.disk_usage(parent).free, 3 * needs.state  # two kept and one being written
     if free < needed:
@@ -163,8 +164,19 @@ def _folder(config: Config) -> Iterator[Finding]:
         yield Finding("error", "folder", f"{parent} is a file", "another --workdir")
     elif not os.access(parent, os.W_OK):
         yield Finding("error", "folder", f"{parent} cannot be written to", "another --workdir, or its permissions")
+    elif other := _other_run(config):
+        yield Finding("error", "folder", other)
     else:
         yield Finding("ok", "folder", f"{folder} can be written")
+
+
+def _other_run(config: Config) -> str | None:
+    if config.workdir and os.path.lexists(config.workdir):
+        try:
+            Workdir(config.workdir).check_same_run(config)
+        except UserError as error:
+            return str(error)
+    return None
 
 
 def _gib(size: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,6 +18,8 @@ class NonFiniteError(FloatingPointError):
     """The loss, or every gradient for a long time, was not finite; the weights are those before it began."""
 
 
+# AutoGraph traces the body of a loop (several steps per execution), and tells its error in one of its own.
+_QUOTED = re.compile(r"ran into a UserError: (.+)", re.DOTALL)
 COUNTED = ("steps", "skipped", "in_a_row", "bad_step", "bad_gradient")
 
 
@@ -144,6 +147,8 @@ def plain_errors() -> Iterator[None]:
         inner: BaseException | None = error
         while inner is not None and inner is not handled:
             found = inner if isinstance(inner, UserError) else found
+            quoted = _QUOTED.search(str(inner)) if found is None else None
+            found = UserError(quoted.group(1).strip()) if quoted else found
             inner = inner.__cause__ or inner.__context__
         if found is None or found is error:
             raise

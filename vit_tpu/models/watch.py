@@ -55,9 +55,13 @@ class Waiting:
     The clock is read inside the execution, before and after each batch is taken, so steps per execution do not matter.
     On a device that works beside the host this is how long the host waited, while the device may still have been busy:
     the device waited that long at most.
+
+    Attributes:
+      measures: whether executions are timed; those of plain Python (run_eagerly) are not.
     """
 
     def __init__(self) -> None:
+        self.measures = False
         with tf.init_scope(), tf.device("/cpu:0"):
             # Made directly: a strategy would put a copy on each device, and the sum is the host's.
             self.total = resource_variable_ops.ResourceVariable(0.0, dtype=tf.float64, trainable=False, name="waited")
@@ -67,9 +71,12 @@ class Waiting:
 
     def timed(self, execution: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Returns a function of an iterator that does as `execution`, and adds up the time of taking batches."""
+        self.measures = True
+        as_graph = tf.autograph.to_graph(execution, recursive=False)
 
         def run(iterator):
-            return execution(_Timed(iterator, self.total))
+            # Eagerly (tf.config.run_functions_eagerly) the converted loop would still want to trace its body.
+            return (execution if tf.executing_eagerly() else as_graph)(_Timed(iterator, self.total))
 
         return run
 
@@ -99,7 +106,7 @@ class WaitingModel(keras.Model):
         made = super().make_train_function(force=True)
         if self.run_eagerly or self._cluster_coordinator:
             return made
-        execution = self.waiting.timed(tf.autograph.to_graph(self.train_tf_function.python_function, recursive=False))
+        execution = self.waiting.timed(self.train_tf_function.python_function)
         self.train_function = self.train_tf_function = tf.function(execution, reduce_retracing=True, autograph=False)
         return self.train_function
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,7 +168,8 @@ def picture(plans: Sequence[Result], path: str | os.PathLike[str], labels: Seque
     """
     import matplotlib
 
-    matplotlib.use("Agg")
+    if "matplotlib.pyplot" not in sys.modules and not os.environ.get("MPLBACKEND"):  # a notebook's choice stands
+        matplotlib.use("Agg")
     from matplotlib import pyplot
 
     names = list(labels) if labels else [f"{p.config.model.variant}, {p.chip.name}" for p in plans]

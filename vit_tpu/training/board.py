@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
+import io
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from vit_tpu.losses import SigmoidCrossEntropy
 from vit_tpu.pictures import attention, weights
+from vit_tpu.training import storage
 from vit_tpu.training.logger import Logger, StepCallback
 
 SHOWN = 8  # validation images with their attention
@@ -54,6 +56,7 @@ class Board(StepCallback):
         self.before: dict[str, np.ndarray] = {}
 
     def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
         self.before = self._weights()
 
     def on_steps(self, step: int, logs: Any) -> None:
@@ -67,7 +70,7 @@ class Board(StepCallback):
     def on_train_end(self, logs: Any = None) -> None:
         super().on_train_end(logs)
         if self.samples is not None and self.step >= self.total_steps:  # whoever stopped the run may not wait
-            project(self.model, self.samples, pathlib.Path(self.logger.workdir) / "logs")
+            project(self.model, self.samples, storage.join(self.logger.workdir, "logs"))
 
     def _weights(self) -> dict[str, np.ndarray]:
         return {p.path: tf.convert_to_tensor(p.variable).numpy() for p in self.model.parameters()}
@@ -137,7 +140,7 @@ def hyperparameters(writer: Any, values: Mapping[str, Any], text: str) -> None:
     writer.flush()
 
 
-def project(model: Any, samples: Samples, logs: pathlib.Path, batch: int = 64) -> None:
+def project(model: Any, samples: Samples, logs: str | os.PathLike[str], batch: int = 64) -> None:
     """Writes what the classifier reads of the samples for TensorBoard's embedding projector.
 
     Args:
@@ -154,16 +157,22 @@ def project(model: Any, samples: Samples, logs: pathlib.Path, batch: int = 64) -
         part = samples.images[i : i + batch]
         full = np.concatenate([part, np.repeat(part[-1:], batch - len(part), 0)])  # one shape, one trace
         rows.append(features(tf.constant(full.astype(np.float32) / 127.5 - 1)).numpy()[: len(part)])
-    logs.mkdir(parents=True, exist_ok=True)
-    np.savetxt(logs / "features.tsv", np.concatenate(rows), "%.6g", "\t")
-    (logs / "labels.tsv").write_text("".join(f"{samples.name(int(label))}\n" for label in samples.labels))
-    sprite, (height, width) = _sprite(samples.images)
-    tf.io.write_file(str(logs / "sprite.png"), tf.io.encode_png(sprite))
-    (logs / "projector_config.pbtxt").write_text(
-        'embeddings {\n  tensor_name: "validation features"\n  tensor_path: "features.tsv"\n'
-        '  metadata_path: "labels.tsv"\n'
-        f'  sprite {{ image_path: "sprite.png" single_image_dim: {width} single_image_dim: {height} }}\n}}\n'
-    )
+    table, (sprite, (height, width)) = io.StringIO(), _sprite(samples.images)
+    np.savetxt(table, np.concatenate(rows), "%.6g", "\t")
+    files = {
+        "features.tsv": table.getvalue().encode(),
+        "labels.tsv": "".join(f"{samples.name(int(label))}\n" for label in samples.labels).encode(),
+        "sprite.png": tf.io.encode_png(sprite).numpy(),
+        "projector_config.pbtxt": (
+            b'embeddings {\n  tensor_name: "validation features"\n  tensor_path: "features.tsv"\n'
+            b'  metadata_path: "labels.tsv"\n  sprite { image_path: "sprite.png" '
+            b"single_image_dim: %d single_image_dim: %d }\n}\n" % (width, height)
+        ),
+    }
+    storage.make_folder(os.fspath(logs))
+    for name, content in files.items():
+        with storage.writing(storage.join(logs, name)) as file:
+            file.write(content)
 
 
 def _sprite(images: np.ndarray) -> tuple[np.ndarray, tuple[int, int]]:

@@ -25,13 +25,16 @@ class Reader:
     def __init__(self, model: Any):
         self.model = model
         self.names: list[str] = []
-        self.gather = tf.function(self._gather, autograph=False)
+        self.gather: Any = None
 
     def __call__(self, logs: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Returns the numbers by name, "<metric>:sum" and "<metric>:weight" among them, and `logs`' grad_norm."""
         norm = (logs or {}).get("grad_norm")
         norm = tf.constant(0.0) if norm is None else tf.convert_to_tensor(norm, tf.float32)
-        fetched = self.gather(norm).numpy()  # its first call fills in the names
+        if self.gather is None:  # fills in the names; as one program, which TensorFlow does not suspect of retracing
+            function = tf.function(self._gather, autograph=False)
+            self.gather = function.get_concrete_function(tf.TensorSpec([], tf.float32))
+        fetched = self.gather(norm).numpy()
         values = dict(zip(self.names, map(float, fetched)))
         if not logs or "grad_norm" not in logs:
             values.pop("grad_norm")

@@ -9,9 +9,11 @@ import zipfile
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from vit_tpu.data.broken import BrokenRecords
 from vit_tpu.data.source import Source
+from vit_tpu.diagnose import memory, shortage
 from vit_tpu.errors import UserError
 from vit_tpu.models import numerics
 from vit_tpu.settings import Config
@@ -51,10 +53,32 @@ def look(
         kept += f"; python -m vit_tpu.doctor --replay={os.fspath(folder)} takes it again"
     if replicas > 1:
         return f"step {step}: {kept}"
-    taken = numerics.walk(model, images, labels, step, config.precision)
+    large = _too_large(config, model, images.shape[-1])
+    if large:
+        return f"step {step}: {large}; {kept}"
+    try:
+        taken = numerics.walk(model, images, labels, step, config.precision)
+    except Exception as error:  # a GPU's memory, for example; the batch is kept whatever it was
+        return f"step {step}: not taken again here ({type(error).__name__}: {storage.reason(error)}); {kept}"
     found = taken[-1].culprit
     where = f"first not finite: {found}" if found else "taken again without XLA, layer by layer, it is finite"
     return f"step {step}: {where}; {kept}"
+
+
+def _too_large(config: Config, model: Any, channels: int) -> str:
+    """Returns why the host's memory is too small for a step layer by layer, which keeps all activations, or ""; a host
+    that runs out of memory kills the process, while a GPU raises an error."""
+    if tf.config.list_logical_devices("GPU"):
+        return ""
+    kept = dataclasses.replace(config.model, remat="none", scan=False)
+    needs = memory.breakdown(dataclasses.replace(config, model=kept), model.num_classes, channels, hardware="CPU")
+    there = shortage.of_host()
+    if there is None or needs.total <= there:
+        return ""
+    return (
+        f"layer by layer it would take about {memory.size_text(needs.total)}, and this process may have "
+        f"{memory.size_text(there)}: not taken again here"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

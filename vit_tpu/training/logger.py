@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras as keras
 
+from vit_tpu import plain
 from vit_tpu.errors import UserError
 from vit_tpu.models import guard
 from vit_tpu.training import display, events, storage
@@ -232,7 +233,7 @@ class Logger(StepCallback):
         self.rates.append((steps, spent))
         whole, wait = 1e3 * spent / steps, 1e3 * (waited - from_waited) / steps
         values = {"images_per_second": rate, "time/step_ms": whole}
-        if hasattr(self.model, "waiting"):
+        if getattr(getattr(self.model, "waiting", None), "measures", False):
             values |= {"time/input_wait_ms": min(wait, whole), "time/device_ms": max(whole - wait, 0.0)}
         if self.peak and hasattr(self.model, "flops"):
             values["mfu"] = 3 * self.model.flops() * rate / self.peak  # the backward pass takes twice the forward one
@@ -287,7 +288,7 @@ class Logger(StepCallback):
 
     def write(self, record: Mapping[str, Any], writer: str, scalars: Mapping[str, Any], step: int) -> None:
         try:
-            storage.append_text(self.lines, json.dumps(record) + "\n")
+            storage.append_text(self.lines, json.dumps(plain.finite(record)) + "\n")
             events.write_scalars(self.writers[writer], scalars, step)
         except storage.FAILURES as error:
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,7 +152,8 @@ def _save(figure: Any, workdir: str | os.PathLike[str], name: str) -> pathlib.Pa
 def _pyplot() -> Any:
     import matplotlib
 
-    matplotlib.use("Agg", force=False)
+    if "matplotlib.pyplot" not in sys.modules and not os.environ.get("MPLBACKEND"):  # a notebook's choice stands
+        matplotlib.use("Agg", force=False)
     import matplotlib.pyplot as plt
 
     return plt

@@ -89,6 +89,7 @@ class Profiler(StepCallback):
         self.workdir, self.logs = os.fspath(workdir), storage.join(workdir, "logs")
         self.each, self.total_steps, self.say, self.clock = steps_per_execution, total_steps, say, clock
         self.window: tuple[int, int] | None = None
+        self.planned: tuple[int, int] | None = None  # what waits for a capture on demand to end
         self.request = request or Request()
         self.running, self.mark = False, contextlib.ExitStack()
         self.first, self.begun, self.before = 0, 0, set[str]()
@@ -130,12 +131,10 @@ class Profiler(StepCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         step = self.before_epoch + batch + 1
-        if self.window is None:
+        if not self.running:
             self._look_for_request()
             if self.request.steps is not None:
-                self.window = self.whole(step, min(step - 1 + self.request.steps, self.total_steps))
-                self.request.steps = None
-                self.say(f"profile: recording steps {self.window[0]:,} to {self.window[1]:,}")
+                self._answer(step, self.request.steps)
         if self.window is None or step < self.window[0]:
             return
         if not self.running:
@@ -162,6 +161,18 @@ class Profiler(StepCallback):
     def on_steps(self, step: int, logs: Any) -> None:
         """Nothing at intervals."""
 
+    def _answer(self, step: int, steps: int) -> None:
+        """Makes a request the next window; one that is planned for later stays planned."""
+        self.request.steps = None
+        first, last = self.whole(step, min(step - 1 + steps, self.total_steps))
+        if self.window is not None and self.window[0] <= last:
+            self.say(
+                f"profile: steps {self.window[0]:,} to {self.window[1]:,} are recorded anyway: nothing else until then"
+            )
+            return
+        self.planned, self.window = self.window, (first, last)
+        self.say(f"profile: recording steps {first:,} to {last:,}")
+
     def _look_for_request(self) -> None:
         """Reads and removes the file that asks for a capture; looks once a second at most."""
         now = time.monotonic()
@@ -183,7 +194,7 @@ class Profiler(StepCallback):
             if self.ignored == (text or " "):
                 return
             self.ignored = text or " "
-        if text and not (text.isdigit() and int(text)):
+        if text and not (text.isdecimal() and int(text)):
             self.say(f'profile: {path} holds "{text}": write a number of steps, or nothing for {STEPS}')
             return
         self.request.steps = int(text) if text else STEPS
@@ -198,8 +209,8 @@ class Profiler(StepCallback):
             with self._aside():
                 tf.profiler.experimental.start(self.logs)
             self.running = True
-        except (tf.errors.OpError, RuntimeError) as error:  # another session, of TensorBoard's capture button perhaps
-            self.window = None
+        except (*storage.FAILURES, RuntimeError) as error:  # another session, of TensorBoard's capture button perhaps
+            self.window, self.planned = self.planned, None
             self.say(f"profile: NOT recorded, the profiler does not start ({storage.reason(error)})")
 
     def _traces(self) -> set[str]:
@@ -218,11 +229,11 @@ class Profiler(StepCallback):
             try:
                 tf.profiler.experimental.stop()
                 self.written = time.monotonic()
-            except (tf.errors.OpError, RuntimeError) as error:
+            except (*storage.FAILURES, RuntimeError) as error:
                 self.say(f"profile: NOT recorded, the profiler does not stop ({storage.reason(error)})")
                 return
             finally:
-                self.running, self.window = False, None
+                self.running, self.window, self.planned = False, self.planned, None
             self.say(self._report(last))
 
     def _report(self, last: int) -> str:
@@ -234,7 +245,10 @@ class Profiler(StepCallback):
         if storage.size(new[0]) > LARGEST:
             told = f"steps {self.first:,} to {last:,}, too large to look into"
         else:
-            found = traces.finish(new[0])
+            try:
+                found = traces.finish(new[0])
+            except Exception as error:  # no run ends for its profile
+                return f"profile: {new[0]} cannot be read ({storage.reason(error)}): record it again"
             missing = [self.first + number - self.begun for number in asked if number not in found]
             told = f"steps {self.first:,} to {last:,} in {len(asked)} execution(s) of {self.each}"
             if missing:

@@ -74,7 +74,10 @@ class Summary:
 def read(values: Mapping[str, Any]) -> Summary:
     """Returns the summary that a summary.json holds; what another version wrote beside it is left out."""
     names = {field.name for field in dataclasses.fields(Summary)}
-    return Summary(**{name: value for name, value in values.items() if name in names})
+    found = {name: value for name, value in values.items() if name in names}
+    for name in {"train", "validation", "best"} & found.keys():  # JSON has no NaN
+        found[name] = {key: float("nan") if value is None else value for key, value in (found[name] or {}).items()}
+    return Summary(**found)
 
 
 def opening(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from vit_tpu.training import storage
 
 MARK = "train"  # what Keras calls the mark of an execution
+OTHER_MARKS = ("test", "predict")  # and those of an evaluation's and a prediction's batches
 
 
 def finish(trace: str) -> list[int]:
@@ -15,6 +17,7 @@ def finish(trace: str) -> list[int]:
     An execution of several steps, or of several micro-batches, is a loop of TensorFlow. xprof then takes the turns of
     the loop for the steps, which works with the timeline of a device; a CPU has none, and xprof finds no step at all.
     In the trace of a CPU the numbers of the turns are therefore left out, so that the marked executions are the steps.
+    Batches of an evaluation between two executions are marked by Keras as well: those marks are made plain events.
 
     Args:
       trace: an .xplane.pb file.
@@ -26,18 +29,19 @@ def finish(trace: str) -> list[int]:
 
     with storage.reading(trace) as file:
         space = xplane_pb2.XSpace.FromString(file.read())
+    dropped = sum(_drop(plane, OTHER_MARKS, ("step_num", "_r")) for plane in space.planes)
     if not any(plane.name.startswith("/device:") for plane in space.planes):
-        dropped = sum(_drop_turns(plane) for plane in space.planes)
-        if dropped:
-            with storage.writing(trace) as file:
-                file.write(space.SerializeToString())
+        dropped += sum(_drop(plane, ("ExecutorState::Process",), ("iter_num",)) for plane in space.planes)
+    if dropped:
+        with storage.writing(trace) as file:
+            file.write(space.SerializeToString())
     return sorted(set().union(*(_marks(plane) for plane in space.planes)))
 
 
-def _drop_turns(plane: Any) -> int:
-    """Removes the number of the turn from the events of TensorFlow's executor; returns of how many."""
-    events = {key for key, event in plane.event_metadata.items() if event.name == "ExecutorState::Process"}
-    numbers = {key for key, stat in plane.stat_metadata.items() if stat.name == "iter_num"}
+def _drop(plane: Any, names: Collection[str], stats: Collection[str]) -> int:
+    """Removes figures, such as the number of the turn, from the events of these names; returns how many."""
+    events = {key for key, event in plane.event_metadata.items() if event.name in names}
+    numbers = {key for key, stat in plane.stat_metadata.items() if stat.name in stats}
     dropped = 0
     for line in plane.lines:
         for event in line.events:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from vit_tpu import config as configs
+from vit_tpu import plain
 from vit_tpu.errors import UserError
 from vit_tpu.settings import Config
 from vit_tpu.training import checkpoints, resume, storage
@@ -49,7 +50,7 @@ class Workdir:
         """
         folder = cls(path) if path is not None else cls._unfinished_or_free(f"runs/{config.data.source}", config)
         if storage.exists(folder.path):
-            folder._check_same_run(config)
+            folder.check_same_run(config)
             if storage.is_local(folder.path):
                 with contextlib.suppress(OSError):  # a folder that cannot be written to is a matter for `make`
                     folder._take()
@@ -189,7 +190,8 @@ class Workdir:
             self.lock.close()
             self.lock = None
 
-    def _check_same_run(self, config: Config) -> None:
+    def check_same_run(self, config: Config) -> None:
+        """Raises UserError if the folder holds something else than a run that this config would continue."""
         if not storage.is_folder(self.path):
             raise UserError(f"workdir {self.path} is a file: choose a folder")
         before = self.config()
@@ -208,7 +210,7 @@ class Workdir:
           UserError: it cannot be written.
         """
         try:
-            self._write(name, json.dumps(values, indent=1) + "\n")
+            self._write(name, json.dumps(plain.finite(values), indent=1) + "\n")
         except storage.FAILURES as error:
             raise UserError(
                 f"{self.path_of(name)} cannot be written ({storage.reason(error)}): free space; the "
