@@ -118,7 +118,7 @@ def test_wrong_overrides_are_one_sentence(override, words):
         (["training.batch_size=2", "training.accumulation_steps=4"], "use 4 or 8|use 4"),
         ({"precision": "mixed_float16", "loss_scale.mode": "off"}, "loses small gradients"),
         (["training.ema=null", "training.evaluate_ema=true"], "needs an average: set training.ema"),
-        (["training.board=all"], 'training.board is "all" .did you mean "full".*choose one of scalars, full'),
+        (["training.board=all"], 'training.board is "all" .did you mean "full".*choose one of scalars, watch, full'),
         (["training.profile=5,2"], "first and last step"),
         (["training.profile=0,2"], "first and last step"),
     ],

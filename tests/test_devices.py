@@ -12,7 +12,7 @@ from vit_tpu.cluster import Cluster
 from vit_tpu.data import pipeline
 from vit_tpu.data.synthetic import synthetic
 from vit_tpu.errors import UserError
-from vit_tpu.training import remote
+from vit_tpu.training import build, remote
 
 PAIR = ("10.0.0.2:12345", "10.0.0.3:12345")
 
@@ -26,6 +26,7 @@ def tf_config(kind="worker", index=1, **jobs):
 
 def test_workers_and_worker_make_a_cluster():
     assert cluster.find(PAIR, 1, {}) == Cluster(PAIR, 1)
+    assert cluster.find((PAIR[0], f" {PAIR[1]}"), 1, {}) == Cluster(PAIR, 1)
     assert Cluster(PAIR, 1).place(0) == ("10.0.0.2", 12345)
 
 
@@ -58,6 +59,11 @@ def test_one_process_is_no_cluster():
         ((), None, tf_config("ps", 0, worker=PAIR, ps=["10.0.0.9:1"]), 'the role "ps"'),
         ((), None, tf_config("evaluator", 0, worker=PAIR), 'the role "evaluator"'),
         ((), None, tf_config("worker", 5, worker=PAIR), "no worker 5 among 2"),
+        ((), None, tf_config("chief", 1, worker=PAIR, chief=["10.0.0.1:1"]), "no chief 1 among 1"),
+        ((), None, tf_config("worker", -1, worker=PAIR, chief=["10.0.0.1:1"]), "no worker -1 among 2"),
+        ((), None, tf_config("worker", 1.7, worker=PAIR), "TF_CONFIG is not what TensorFlow expects"),
+        ((), None, tf_config("worker", 0, worker="a:1"), "TF_CONFIG is not what TensorFlow expects"),
+        (("http://10.0.0.2:80", PAIR[1]), 0, {}, "write host:port"),
     ],
 )
 def test_wrong_workers_are_errors_that_say_what_is_right(workers, worker, environment, message):
@@ -92,6 +98,13 @@ def test_virtual_devices_where_there_are_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: ["a gpu"])
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES=-1"):
         devices.choose("mirrored", virtual=2)
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "tpu"])
+def test_dry_run_of_workers_refuses_what_the_run_would(strategy):
+    config = load_config(None, {"workers": PAIR, "worker": 0, "strategy": strategy})
+    with pytest.raises(UserError, match=f"strategy={strategy} trains in one process, but 2 workers"):
+        build.choose_devices(config, Cluster(PAIR, 0), dry=True)
 
 
 def test_auto_takes_the_cpu_and_says_so():
@@ -178,9 +191,10 @@ def test_slice_of_four_hosts_reads_the_global_batch_in_order_each_its_part(tpu):
     np.testing.assert_array_equal(np.concatenate(seen), whole)
 
 
-def test_no_tpu_is_an_error_that_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("kind", [ValueError, OSError])  # the second: the cloud's metadata server is not there
+def test_no_tpu_is_an_error_that_says_what_to_install(monkeypatch, kind):
     def fail(tpu):
-        raise ValueError("Please provide a TPU Name to connect to.")
+        raise kind("Please provide a TPU Name to connect to.")
 
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", fail)
     with pytest.raises(UserError, match="install tensorflow-tpu and use tpu=local"):

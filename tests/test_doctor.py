@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+import vit_tpu
+from vit_tpu import config as configs
 from vit_tpu import doctor
 
 
@@ -43,3 +45,22 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, words, capsys):
     assert doctor.main(arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def test_folder_of_a_run_is_looked_at_with_its_own_config(tmp_path, capsys):
+    config = vit_tpu.load_config(None, {"width": 16, "depth": 1, "mlp_dim": 32, "num_heads": 2})
+    (tmp_path / "config.yaml").write_text(configs.to_yaml(config))
+    out = tmp_path / "memory.json"
+    assert doctor.main(["--memory", f"--workdir={tmp_path}", f"--json={out}"]) == 0
+    own = json.loads(out.read_text())["parts"]["weights"]
+    assert doctor.main(["--memory", f"--workdir={tmp_path}", "--set=model.depth=2", f"--json={out}"]) == 0
+    assert 0 < own < json.loads(out.read_text())["parts"]["weights"] / 5
+    capsys.readouterr()
+    assert doctor.main([f"--workdir={tmp_path}"]) == 0
+    assert f"{tmp_path} can be written" in capsys.readouterr().out
+
+
+def test_folder_with_something_else_in_it_must_be_fixed(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    assert doctor.main([f"--workdir={tmp_path}", "--set=data.source=digits"]) == 1
+    assert "holds files that are not a run's" in capsys.readouterr().out

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from vit_tpu import train
+from vit_tpu import command, train
 
 TINY = ["--set=width=16", "--set=depth=1", "--set=mlp_dim=32", "--set=num_heads=2", "--pool=gap", "--batch_size=32",
         "--steps=4", "--steps_per_execution=2"]  # fmt: skip
@@ -137,3 +137,12 @@ def test_model_flag_brings_its_own_shape(tmp_path):
     values(["x", "--model=S/16", "--set=model.depth=3"])
     config = load_config(path, train.overrides(values))
     assert config.model.variant == "S/16" and config.model.width is None and config.model.depth == 3
+
+
+@pytest.mark.parametrize(("code", "at_once"), [(command.INTERRUPTED, True), (command.OUT_OF_MEMORY, True), (2, False)])
+def test_process_that_was_stopped_does_not_stay_to_free_its_graphs(code, at_once, monkeypatch):
+    ended = []
+    monkeypatch.setattr(command.os, "_exit", ended.append)
+    with pytest.raises(SystemExit) as caught:  # the patched _exit returns
+        command.leave(code)
+    assert caught.value.code == code and ended == ([int(code)] if at_once else [])

@@ -50,7 +50,7 @@ def find(
             raise UserError(
                 f"workers names {len(workers)} processes: say which one this is with --worker=0 to {len(workers) - 1}"
             )
-        found = Cluster(tuple(workers), worker or 0)
+        found = Cluster(tuple(address.strip() for address in workers), worker or 0)
         where = "workers"
     elif environment.get("TF_CONFIG"):
         if worker is not None:
@@ -67,7 +67,7 @@ def find(
         return None
     for address in found.addresses:
         host, colon, port = address.rpartition(":")
-        if not (colon and host and port.isdigit() and 0 < int(port) < 65536):
+        if not (colon and host and "/" not in host and port.isdigit() and 0 < int(port) < 65536):
             raise UserError(f'{where} has the address "{address}": write host:port, such as 10.0.0.2:12345')
     twice = {a for a in found.addresses if found.addresses.count(a) > 1}
     if twice:
@@ -81,8 +81,10 @@ def _from_tf_config(text: str) -> Cluster | None:
     try:
         values = json.loads(text)
         jobs, task = values.get("cluster", {}), values.get("task", {})
-        kind, index = task.get("type", "worker"), int(task.get("index", 0))
-        known = {name: [str(address) for address in jobs[name]] for name in ("chief", "worker") if jobs.get(name)}
+        kind, index = task.get("type", "worker"), int(str(task.get("index", 0)))
+        known = {name: jobs[name] for name in ("chief", "worker") if jobs.get(name)}
+        if not all(isinstance(job, list) and all(isinstance(place, str) for place in job) for job in known.values()):
+            raise TypeError
     except (ValueError, AttributeError, TypeError):
         raise UserError(
             'TF_CONFIG is not what TensorFlow expects, {"cluster": {"worker": ["host:port", ...]}, "task": {"type": '
@@ -93,5 +95,7 @@ def _from_tf_config(text: str) -> Cluster | None:
     if kind not in known or "ps" in jobs:
         role = "ps" if "ps" in jobs else kind
         raise UserError(f'TF_CONFIG has the role "{role}": this package trains with chief and worker only')
+    if not 0 <= index < len(known[kind]):
+        raise UserError(f"TF_CONFIG: there is no {kind} {index} among {len(known[kind])}: the first is 0")
     before = len(known.get("chief", ())) if kind == "worker" else 0
     return Cluster(tuple(address for name in known for address in known[name]), before + index)

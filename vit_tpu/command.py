@@ -71,17 +71,19 @@ class _OutOfMemory(int):
 
 
 OUT_OF_MEMORY = _OutOfMemory(1)
+INTERRUPTED = 75  # and saved: the same command goes on
 
 
 def leave(code: int) -> None:
     """Ends the process with an exit code.
 
-    After a failed allocation at once: XLA may free memory twice when the interpreter takes itself down.
+    After a failed allocation at once: XLA may free memory twice when the interpreter takes itself down. After a stop at
+    once, too: all is saved, and whoever sent the signal may not give TensorFlow the seconds to free its graphs.
     """
-    if isinstance(code, _OutOfMemory):
+    if isinstance(code, _OutOfMemory) or code == INTERRUPTED:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(int(code))
     sys.exit(code)
 
 

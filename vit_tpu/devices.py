@@ -87,7 +87,7 @@ def choose(
 
     if name not in STRATEGIES:
         raise UserError(f'strategy "{name}"{nearest(name, STRATEGIES)} is not one of {", ".join(STRATEGIES)}')
-    _check_together(name, tpu, virtual, workers)
+    check_together(name, tpu, virtual, workers)
     sharding.check_strategy(mesh, name == "tpu" or bool(tpu), name)
     if name == "tpu" or (name == "auto" and tpu):
         return _tpu(tpu or "local", mesh)
@@ -131,7 +131,9 @@ def check_batch(batch_size: int, replicas: int, accumulation_steps: int = 1, rep
         )
 
 
-def _check_together(name: str, tpu: str | None, virtual: int | None, workers: Cluster | None) -> None:
+def check_together(name: str, tpu: str | None, virtual: int | None, workers: Cluster | None) -> None:
+    """Raises UserError for a strategy, TPU, virtual devices and workers that exclude each other; arguments as `choose`
+    takes them."""
     if tpu and name not in ("auto", "tpu"):
         raise UserError(f"strategy={name} uses no TPU, but tpu={tpu} is given: leave one of them out")
     if name == "multi_worker" and workers is None:
@@ -206,7 +208,7 @@ def _tpu(address: str, mesh: Mesh | None = None) -> Devices:
         tf.config.experimental_connect_to_cluster(resolver)
         topology = tf.tpu.experimental.initialize_tpu_system(resolver)
         strategy = sharding.strategy(resolver, topology, mesh)
-    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, tf.errors.OpError) as error:  # OSError: no such name
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f'no TPU "{address}" could be reached ({reason}): on a TPU VM install tensorflow-tpu and use tpu=local'

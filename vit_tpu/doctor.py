@@ -106,12 +106,16 @@ def _run(values: Any) -> int:
 
 def _own(values: Any) -> Any:
     """Returns the config of the run that --workdir holds, or None if it holds none or another config is named."""
+    import dataclasses
+
     from vit_tpu.evaluation import run_folder
     from vit_tpu.training import storage
 
     if not values.workdir or not storage.exists(storage.join(values.workdir, "config.yaml")):
         return None
-    return None if values.config or values.set else run_folder.config_of(values.workdir)
+    if values.config or values.set:
+        return None
+    return dataclasses.replace(run_folder.config_of(values.workdir), workdir=values.workdir)
 
 
 def _memory(values: Any) -> int:

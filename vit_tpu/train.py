@@ -5,7 +5,7 @@ Examples:
       the embedded digits: a small ViT to about 98 % in about a minute on a CPU
   python -m vit_tpu.train --config=experiments/cifar10.yaml --set data.path=/data/cifar10
       an experiment file with one key changed
-  python -m vit_tpu.train --config=experiments/cifar10.yaml --optimizer=lamb --precision=mixed_bfloat16
+  python -m vit_tpu.train --config=experiments/cifar10.yaml --set data.path=/data/cifar10 --optimizer=lamb
   --workdir=runs/lamb
       flags win over the file, the file over the defaults
   python -m vit_tpu.train --workdir=runs/lamb ...
@@ -13,7 +13,6 @@ Examples:
   python -m vit_tpu.train --resume=runs/a/checkpoints/00010000 --workdir=runs/cool --steps=12000
   --set schedule.cooldown=2000 --allow_config_change
       a cooldown from an older checkpoint of another run
-
   python -m vit_tpu.train --workers=10.0.0.2:12345,10.0.0.3:12345 --worker=0 --workdir=/shared/run ...
       two machines: the same on the other one with --worker=1
 
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vit_tpu.command import check_file, execute, leave, write_json
+from vit_tpu.command import INTERRUPTED, check_file, execute, leave, write_json
 from vit_tpu.errors import UserError
 
 # flag -> (key, what it is)
@@ -76,7 +75,9 @@ def _define(flags: Any, values: Any) -> None:
         "jit", None, "compile the step with XLA; default: on for GPUs (training.jit)", flag_values=values
     )
     flags.DEFINE_boolean(
-        "check_numerics", False, "stop at the first NaN and say where it is from (training.check_numerics)",
+        "check_numerics",
+        False,
+        "stop at the first NaN and say where it is from (training.check_numerics)",
         flag_values=values,
     )
     flags.DEFINE_boolean(
@@ -141,7 +142,7 @@ def _run(values: Any) -> int:
     summary = run(config, values.workdir)
     if values.json:
         write_json(values.json, dataclasses.asdict(summary))
-    return 75 if summary.status == "interrupted" else 0
+    return INTERRUPTED if summary.status == "interrupted" else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Traces are read through xprof: steps, times, layers, one advice."""
 
+import os
+import pathlib
 import time
 
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 from vit_tpu.diagnose import profile
 from vit_tpu.errors import UserError
+from vit_tpu.training import storage, traces
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +95,31 @@ def test_missing_and_broken_traces_are_named(tmp_path):
     (tmp_path / "host.xplane.pb").write_bytes(b"not a trace")
     with pytest.raises(UserError, match="cannot be read by xprof"):
         profile.read(tmp_path)
+
+
+def test_batches_of_an_evaluation_between_two_executions_are_no_steps(tmp_path):
+    square = tf.function(lambda x: tf.matmul(x, x))
+    square(tf.ones([200, 200]))
+    tf.profiler.experimental.start(str(tmp_path))
+    for name, number in (("train", 0), ("test", 0), ("test", 1), ("predict", 0), ("train", 8)):
+        with tf.profiler.experimental.Trace(name, step_num=number, _r=1):
+            square(tf.ones([200, 200])).numpy()
+    tf.profiler.experimental.stop()
+    assert traces.finish(profile.find_trace(tmp_path)) == [0, 8]
+    assert profile.read(tmp_path).steps == 2
+
+
+def test_trace_in_a_store_is_found_and_read(trace, tmp_path):
+    root = f"ram://{tmp_path.name}-{os.getpid()}/run"
+    with pytest.raises(UserError, match="holds no trace"):
+        profile.find_trace(root)
+    content = pathlib.Path(profile.find_trace(trace)).read_bytes()
+    for moment in ("2026_01_02", "2026_01_01"):
+        folder = storage.join(root, "logs", "plugins", "profile", moment)
+        storage.make_folder(folder)
+        with storage.writing(storage.join(folder, "host.xplane.pb")) as file:
+            file.write(content)
+    newest = f"{root}/logs/plugins/profile/2026_01_02/host.xplane.pb"
+    assert profile.find_trace(root) == profile.find_trace(f"{root}/logs") == profile.find_trace(newest) == newest
+    found = profile.read(root)
+    assert found.trace == newest and found.steps == 5

@@ -1,4 +1,4 @@
-"""Each notebook runs from a clean kernel in an empty folder, and stands in the checkout with its outputs."""
+"""Each notebook runs from an empty namespace in an empty folder, and stands in the checkout with its outputs."""
 
 import os
 
@@ -6,6 +6,7 @@ import pytest
 from doc_pages import ROOT
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+jupyter_client = pytest.importorskip("jupyter_client")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NEEDS = {"03_plan_for_tpu": "libtpu"}
 
@@ -23,18 +24,29 @@ def test_the_four_notebooks_are_there():
     assert [path.stem for path in NOTEBOOKS] == ["01_quickstart", "02_fine_tune", "03_plan_for_tpu", "04_profile"]
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """One kernel for all notebooks: loading TensorFlow anew for each would cost more than what they compute."""
+    manager = jupyter_client.KernelManager(kernel_name="python3")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    manager.start_kernel(env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path})
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs_from_a_clean_kernel(path, tmp_path, monkeypatch):
+def test_the_notebook_runs_from_an_empty_namespace(path, tmp_path, kernel):
     if path.stem in NEEDS:
         pytest.importorskip(NEEDS[path.stem])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = read(path)
     for cell in notebook.cells:
         cell.pop("outputs", None) if cell.cell_type != "code" else cell.update(outputs=[], execution_count=None)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    clean = nbformat.v4.new_code_cell(
+        f"%reset -f\nimport os\nos.chdir({str(tmp_path)!r})\ndel os\nassert 'vit_tpu' not in dir()"
+    )
+    notebook.cells.insert(0, clean)
+    nbclient.NotebookClient(notebook, timeout=300, km=kernel).execute()
     assert len(pictures(notebook)) == len(pictures(read(path))) > 0
 
 

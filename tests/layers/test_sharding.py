@@ -122,3 +122,11 @@ def test_table_says_what_a_core_holds():
     together = text.splitlines()[-1].split()
     assert together[1:] == [f"{pieces / 2**20:,.2f}", "MiB", f"{3 * pieces / 2**20:,.2f}", "MiB"]
     assert pieces < whole / 4
+
+
+def test_table_names_no_axis_that_has_one_core():
+    model = ViT("Ti/4", image_size=8, depth=1, width=32, mlp_dim=64, num_heads=2, num_classes=3, pool="gap")
+    mesh = Mesh(4, 1, "state", smallest=1)
+    model.compile("adamw", mesh=mesh)
+    text = sharding.table(model.groups, model.inner_optimizer, False, mesh)
+    assert "model" not in text and "[data, -]" in text and "[data, -, -]" in text

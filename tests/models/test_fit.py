@@ -275,3 +275,23 @@ def test_compiling_again_starts_afresh():
         model.fit(tiny.batches(images, labels, batch=8), verbose=0)
         assert model.counters.values()["steps"] == 1
         assert model.compilations() == 1
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_wrong_use_is_one_sentence_whatever_the_steps_per_execution(steps):
+    """AutoGraph, which makes a loop of the steps, tells an error in the body as one of its own."""
+    model = vit()
+    model.compile(accumulation_steps=4, steps_per_execution=steps)
+    with pytest.raises(UserError, match="^a batch of 6 a replica does not divide .*: use 4 or 8$"):
+        model.fit(*images_and_labels(12), batch_size=6, verbose=0)
+
+
+def test_functions_can_be_run_eagerly_with_several_steps_per_execution():
+    model = vit(depth=1)
+    model.compile("adamw", steps_per_execution=2)
+    tf.config.run_functions_eagerly(True)
+    try:
+        model.fit(*images_and_labels(12), batch_size=6, verbose=0)
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert model.counters.values()["steps"] == 2

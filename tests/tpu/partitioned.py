@@ -126,16 +126,17 @@ def compare(expected, loss, values, mesh, shard, tpu):
     before, after, parts = divided(values, mesh, shard, tpu)
     differences, moved = {}, {}
     for name, value in expected.items():
-        # The gradient of a key's bias is zero but for rounding, which Adam's division makes as large as any other.
-        if "/key/bias" not in name:
-            size = max(float(np.abs(value).max()), 1e-10)
-            differences[name] = float(np.abs(after[name] - value).max()) / size
-            moved[name] = float(np.abs(after[name] - before[name]).max()) / size
+        size = max(float(np.abs(value).max()), 1e-10)
+        differences[name] = float(np.abs(after[name] - value).max()) / size
+        moved[name] = float(np.abs(after[name] - before[name]).max())
+        if not name.endswith("key/bias"):  # whose gradient is zero
+            moved[name] /= size
     worst = sorted(differences, key=lambda name: -differences[name])[:3]
+    idle = {name: moved.pop(name) for name in list(moved) if name.endswith("key/bias")}
     still = min(moved, key=lambda name: moved[name])
     return {
         "worst": [[name, differences[name]] for name in worst], "compared": len(differences), "loss": loss,
-        "still": [still, moved[still]], "parts": parts,
+        "still": [still, moved[still]], "idle": max(idle.values()), "parts": parts,
     }  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """What TensorBoard shows of a run: read back from the event files."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import vit_tpu
 from vit_tpu import optim
-from vit_tpu.training import board
+from vit_tpu.training import board, storage
 from vit_tpu.training.logger import Logger
 
 NAMES = ("ant", "bee", "cat", "dog")
@@ -90,6 +92,18 @@ def test_projector_has_features_names_and_pictures_of_all_samples(run):
     assert 'tensor_path: "features.tsv"' in config and "single_image_dim: 8" in config
     sprite = tf.io.decode_png((logs / "sprite.png").read_bytes())
     assert sprite.shape == (32, 32, 3)  # twelve pictures of 8 in a square of four by four
+
+
+def test_projector_is_written_to_a_store_as_to_a_disk(run, tmp_path):
+    folder, model, _ = run
+    store = f"ram://{tmp_path.name}-{os.getpid()}/logs"
+    samples = board.Samples(np.zeros((3, 8, 8, 3), np.uint8), np.array([0, 1, 9]), NAMES)
+    board.project(model, samples, store)
+    board.project(model, samples, tmp_path / "logs")
+    assert storage.read_text(f"{store}/labels.tsv") == "ant\nbee\n9\n"
+    for name in ("features.tsv", "sprite.png", "projector_config.pbtxt", "labels.tsv"):
+        with storage.reading(f"{store}/{name}") as file:
+            assert file.read() == (tmp_path / "logs" / name).read_bytes(), name
 
 
 def test_projector_config_is_read_by_its_own_plugin(run):

@@ -188,6 +188,16 @@ def test_stop_during_an_evaluation_leaves_it_and_its_figures(trained, tmp_path):
     assert len(seen) == 1  # none is begun once a stop is requested
 
 
+def test_several_workers_agree_on_a_stop_before_any_begins_an_evaluation(trained, tmp_path):
+    asked = []
+    team = types.SimpleNamespace(size=2, check=lambda: None)
+    stop = StopOnRequest(team=team)
+    team.reached = lambda boundary, ask: not asked.append((boundary, stop.doing))
+    evaluator = evaluating(trained, tmp_path, stop=stop)
+    evaluator.on_train_batch_end(3)
+    assert stop.requested and asked == [(1, "starting")] and evaluator.result == {}
+
+
 def test_evaluation_that_was_left_is_made_up_for_at_the_start(trained, tmp_path):
     late = evaluating(trained, tmp_path, start=4, metrics={"evaluated": 0, "best": {"step": 2, "accuracy": 2.0}})
     assert late.evaluated == 4 and late.result["count"] == 6

@@ -1,6 +1,8 @@
 """A step that is not finite: named by layer, kept, and found again by the doctor's replay."""
 
+import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tiny_run import config
 import vit_tpu
 from vit_tpu import config as configs
 from vit_tpu import doctor
-from vit_tpu.diagnose import replay
+from vit_tpu.diagnose import memory, replay
 from vit_tpu.errors import UserError
 from vit_tpu.evaluation import run_folder
 from vit_tpu.layers.mlp import Mlp
@@ -162,3 +164,14 @@ def test_gradient_too_large_to_square_is_named():
     fine, huge = numerics.Range.of(tf.constant([1.0])), numerics.Range.of(tf.constant([1e30]))
     step = numerics.Step((numerics.Stage("head", "loss", fine, fine),), 1.0, {"head/bias": huge}, "float32", 0)
     assert "head/bias, backward: gradient 1e+30" in step.culprit and "square is beyond float32" in step.culprit
+
+
+def test_a_step_that_the_host_cannot_hold_layer_by_layer_is_not_taken_again(monkeypatch):
+    """Rematerialisation makes the step fit, and layer by layer there is none; Linux kills without a word."""
+    large, model = config(remat="block", model__depth=12, batch_size=1024), types.SimpleNamespace(num_classes=10)
+    fits = memory.breakdown(large, 10, 1, hardware="CPU").total
+    monkeypatch.setattr(failure.shortage, "of_host", lambda: 2 * fits)
+    assert "and this process may have" in failure._too_large(large, model, 1)
+    assert failure._too_large(dataclasses.replace(large, training=config().training), model, 1) == ""
+    monkeypatch.setattr(failure.shortage, "of_host", lambda: None)
+    assert failure._too_large(large, model, 1) == ""

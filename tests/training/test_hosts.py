@@ -83,6 +83,15 @@ def test_another_setting_is_named_with_both_values(addresses):
         assert "training.batch_size 64 and worker 0 has 32" in str(error)
 
 
+def test_another_list_of_workers_is_named(addresses):
+    """As TF_CONFIG may have it, which is no setting."""
+    lists = [addresses[:2], (addresses[0], "127.0.0.1:1")]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(Team(Cluster(lists[i], i), 5.0).connect, {}) for i in range(2)]
+        for job in jobs:
+            assert "worker 1" in str(job.exception()) and f"['{addresses[0]}', '127.0.0.1:1']" in str(job.exception())
+
+
 def test_two_that_say_they_are_the_same_worker_are_refused(addresses):
     pairs = [Cluster(addresses, 0), Cluster(addresses, 1), Cluster(addresses, 1)]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -175,42 +184,75 @@ def test_other_data_is_named_with_its_worker(addresses, quick):
     assert f"worker 2 ({addresses[2]}) has training examples 101 and worker 0 has 100" in str(first)
 
 
+def stops(team, first=1, last=20, ask_at=None):
+    """Goes from boundary to boundary, as between executions; returns the one it stops at."""
+    for boundary in range(first, last + 1):
+        if team.reached(boundary, ask=ask_at is not None and boundary >= ask_at):
+            return boundary
+    return None
+
+
 @pytest.mark.parametrize("asking", [0, 1, 2])
-def test_all_know_where_to_stop_before_the_one_who_asks_goes_on(addresses, quick, asking):
-    seen = {}
+def test_all_stop_one_boundary_beyond_the_one_where_a_worker_asks(addresses, quick, asking):
+    step = threading.Barrier(3)  # as collectives hold workers together
 
     def work(team):
         team.meet("start")
-        if team.index == asking:
-            team.ask_stop(5)
-            seen.update({other.index: other.stop_at for other in teams})
-        team.meet("end")
-        return team.stop_at
+        for boundary in range(1, 20):
+            step.wait(5)
+            if team.reached(boundary, ask=team.index == asking and boundary >= 5):
+                return boundary
+        return None
 
-    teams = []
-    connect = Team.connect
+    assert together(addresses, work) == [6, 6, 6]
 
-    def noted(self, facts):
-        teams.append(self)
-        connect(self, facts)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Team, "connect", noted)
-        assert together(addresses, work) == [5, 5, 5]
-    assert seen == {0: 5, 1: 5, 2: 5}
+@pytest.mark.parametrize("asking", [0, 1])
+def test_worker_ahead_in_an_evaluation_is_caught_up_with_before_all_stop(addresses, quick, asking):
+    arrived, done = threading.Event(), threading.Event()
+
+    def work(team):
+        team.meet("start")
+        if team.index != asking:  # its batches are done: it waits for the other in the sum over all
+            assert stops(team, last=7) is None
+            arrived.set()
+            assert done.wait(5)
+            return stops(team, first=8)
+        assert stops(team, last=3) is None
+        arrived.wait(5)
+        found = [team.reached(boundary, ask=True) for boundary in range(4, 8)]
+        done.set()
+        return found, stops(team, first=8)
+
+    found = together(addresses[:2], work)
+    assert found[asking] == ([False] * 4, 8) and found[1 - asking] == 8
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_several_that_ask_at_once_agree_on_the_earliest_and_do_not_wait_for_each_other(quick, size):
+def test_several_that_ask_at_once_agree_and_do_not_wait_for_each_other(quick, size):
     def work(team):
         team.meet("start")
-        team.ask_stop(5 + team.index)
-        team.meet("end")
-        return team.stop_at
+        return stops(team, ask_at=3 + team.index)
 
     for _ in range(5):
         ports = worker_runs.free_ports(size)
-        assert together(tuple(f"127.0.0.1:{port}" for port in ports), work, timeout=30.0) == [5] * size
+        found = together(tuple(f"127.0.0.1:{port}" for port in ports), work, timeout=30.0)
+        assert len(set(found)) == 1 and 4 <= found[0] <= 20
+
+
+def test_worker_that_has_left_is_not_waited_for_when_one_asks_to_stop(addresses, quick):
+    gone = threading.Barrier(2)
+
+    def work(team):
+        team.meet("start")
+        if team.index == 2:
+            return None
+        time.sleep(0.3)
+        gone.wait(5)
+        began = time.monotonic()
+        return team.reached(1, ask=True), time.monotonic() - began < 2
+
+    assert together(addresses, work)[:2] == [(False, True)] * 2
 
 
 def test_main_thread_that_does_not_notice_is_ended_with_the_message(addresses, monkeypatch, capsys):

@@ -60,3 +60,24 @@ def test_jump_of_the_wall_clock_changes_no_duration(monkeypatch):
     with clock.pause():
         monkeypatch.setattr(time, "time", lambda: 4e9)
     assert 0 <= clock.seconds() < 5
+
+
+def test_lines_are_json_for_every_reader_whatever_the_numbers(trained, tmp_path):
+    """A float16 gradient that overflows is no error, but neither NaN nor Infinity is JSON."""
+
+    def refused(name):
+        raise AssertionError(name)
+
+    log = logger(trained, tmp_path)
+    log.open()
+    log.write({"step": 2, "grad_norm": float("inf"), "validation": {"loss": float("nan")}}, "train", {}, 2)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refused) == {"step": 2, "grad_norm": None, "validation": {"loss": None}}
+
+
+def test_several_fits_do_not_make_tensorflow_suspect_a_leak(trained, tmp_path, caplog):
+    for _ in range(6):
+        log = logger(trained, tmp_path)
+        log.on_train_begin()
+        assert log.since_last().keys() == {"loss", "accuracy"}
+    assert "retracing" not in caplog.text

@@ -1,5 +1,6 @@
 """A profile holds the steps that were asked for, planned or on demand, whatever steps_per_execution is."""
 
+import functools
 import os
 import shutil
 import signal
@@ -52,6 +53,16 @@ def test_turns_of_the_loop_hide_the_executions_from_xprof(tmp_path):
     assert profile.read(tmp_path / "after").steps == 2
 
 
+@functools.cache
+def compiled():
+    return model(steps_per_execution=4, run_eagerly=False)
+
+
+def fit(watcher, steps, actions=()):
+    data = tf.data.Dataset.from_tensors(tuple(part[:6] for part in images())).repeat()
+    compiled().fit(data, steps_per_epoch=steps, verbose=0, callbacks=[AtStep(actions), watcher])
+
+
 class AtStep(keras.callbacks.Callback):
     """Does something before the execution that begins with a step."""
 
@@ -67,24 +78,22 @@ class AtStep(keras.callbacks.Callback):
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
     """A run in which a signal asks for a capture before step 5, a file for one of 3 steps before 17, and nonsense
-    before step 29."""
+    before steps 29 and 33."""
     folder = tmp_path_factory.mktemp("asked")
-    made, said = model(steps_per_execution=4, run_eagerly=False), []
+    said = []
     request = folder / profiling.REQUEST
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profiling, "POLL_SECONDS", 0.0)
         watcher = profiler(folder, total=40, say=said.append)
-        actions = AtStep(
-            {
-                5: lambda: os.kill(os.getpid(), signal.SIGUSR1),
-                17: lambda: request.write_text("3\n"),
-                29: lambda: request.write_text("soon"),
-            }
-        )
-        data = tf.data.Dataset.from_tensors(tuple(part[:6] for part in images())).repeat()
+        actions = {
+            5: lambda: os.kill(os.getpid(), signal.SIGUSR1),
+            17: lambda: request.write_text("3\n"),
+            29: lambda: request.write_text("soon"),
+            33: lambda: request.write_text("\N{SUPERSCRIPT TWO}"),
+        }
         before = signal.getsignal(signal.SIGUSR1)
         with watcher.request.on_signal():
-            made.fit(data, steps_per_epoch=40, verbose=0, callbacks=[actions, watcher])
+            fit(watcher, 40, actions)
         assert signal.getsignal(signal.SIGUSR1) == before
     return folder, said
 
@@ -101,7 +110,8 @@ def test_signal_records_the_next_steps_and_a_file_as_many_as_it_says(asked):
 def test_a_request_is_removed_and_one_that_says_nothing_sensible_is_named(asked):
     folder, said = asked
     assert not (folder / profiling.REQUEST).exists()
-    assert any('holds "soon": write a number of steps, or nothing for 20' in line for line in said)
+    for text in ("soon", "\N{SUPERSCRIPT TWO}"):
+        assert any(f'holds "{text}": write a number of steps, or nothing for 20' in line for line in said)
 
 
 def test_signal_that_somebody_else_handles_stays_theirs(tmp_path):
@@ -169,17 +179,52 @@ def test_a_capture_that_leaves_no_trace_is_said_and_stops_nothing(tmp_path, monk
     monkeypatch.setattr(tf.profiler.experimental, "start", lambda folder: None)
     monkeypatch.setattr(tf.profiler.experimental, "stop", lambda: None)
     watcher = profiler(tmp_path, (1, 4), total=8, say=said.append)
-    data = tf.data.Dataset.from_tensors(tuple(part[:6] for part in images())).repeat()
-    model(steps_per_execution=4, run_eagerly=False).fit(data, steps_per_epoch=8, verbose=0, callbacks=[watcher])
+    fit(watcher, 8)
     assert len(said) == 1 and "NOT recorded, the profiler wrote no trace" in said[0]
 
 
 def test_a_profiler_that_is_busy_is_said_and_stops_nothing(tmp_path):
-    said, data = [], tf.data.Dataset.from_tensors(tuple(part[:6] for part in images())).repeat()
+    said = []
     tf.profiler.experimental.start(str(tmp_path / "other"))
     try:
         watcher = profiler(tmp_path, (1, 4), total=8, say=said.append)
-        model(steps_per_execution=4, run_eagerly=False).fit(data, steps_per_epoch=8, verbose=0, callbacks=[watcher])
+        fit(watcher, 8)
     finally:
         tf.profiler.experimental.stop()
     assert len(said) == 1 and "NOT recorded, the profiler does not start" in said[0]
+
+
+def test_a_capture_on_demand_comes_before_one_that_is_planned_for_later(tmp_path, monkeypatch):
+    said, began = [], []
+    monkeypatch.setattr(tf.profiler.experimental, "start", lambda folder: began.append(watcher.step + 1))
+    monkeypatch.setattr(tf.profiler.experimental, "stop", lambda: None)
+    watcher = profiler(tmp_path, (17, 20), total=24, say=said.append)
+
+    def ask(steps):
+        watcher.request.steps = steps
+
+    fit(watcher, 24, {5: lambda: ask(3), 13: lambda: ask(5)})
+    assert began == [5, 17]
+    assert said[0] == "profile: recording steps 5 to 8"
+    assert said[2] == "profile: steps 17 to 20 are recorded anyway: nothing else until then"
+
+
+def test_a_damaged_trace_is_said_and_stops_nothing(tmp_path, monkeypatch):
+    said, found = [], iter([set(), {str(tmp_path / "host.xplane.pb")}])
+    (tmp_path / "host.xplane.pb").write_bytes(b"\xff\xff")
+    monkeypatch.setattr(tf.profiler.experimental, "start", lambda folder: None)
+    monkeypatch.setattr(tf.profiler.experimental, "stop", lambda: None)
+    watcher = profiler(tmp_path, (1, 4), total=8, say=said.append)
+    monkeypatch.setattr(watcher, "_traces", lambda: next(found))
+    fit(watcher, 8)
+    assert len(said) == 1 and "host.xplane.pb cannot be read" in said[0]
+
+
+def test_a_folder_that_cannot_be_written_to_stops_no_training(tmp_path, monkeypatch):
+    def denied(folder):
+        raise PermissionError(13, "Permission denied")
+
+    said = []
+    monkeypatch.setattr(tf.profiler.experimental, "start", denied)
+    fit(profiler(tmp_path, (1, 4), total=8, say=said.append), 8)
+    assert said == ["profile: NOT recorded, the profiler does not start (Permission denied)"]

@@ -1,6 +1,7 @@
 """The last lines of a run say what its numbers do not."""
 
 import dataclasses
+import math
 
 from vit_tpu.training import summary
 
@@ -24,3 +25,10 @@ def test_a_run_that_skipped_most_updates_is_warned_of():
 def test_unreadable_records_are_named_up_to_twenty():
     text = made(unreadable={f"file{i}.jpg": "truncated" for i in range(25)})
     assert "file19.jpg (truncated)" in text and "file20.jpg" not in text and "and 5 more" in text
+
+
+def test_a_finished_run_whose_loss_was_not_finite_is_told_again():
+    known = {"status": "done", "validation": {"accuracy": 0.1, "loss": None, "count": 3}, "mfu": None, "later": 1}
+    fields = {field.name: None for field in dataclasses.fields(summary.Summary)}
+    found = summary.read({**fields, **known})
+    assert math.isnan(found.validation["loss"]) and found.mfu is None and found.best == {}

@@ -147,7 +147,8 @@ def breakdown(
     mesh = meshes.parse(config.mesh, config.shard)
     parted = mesh if mesh is not None and mesh.partitioned else None
     if parted is not None:
-        gradients = [(depth, divided([gradient], trained, parted)[0]) for depth, gradient in gradients]
+        everything = state.parameters(config.model, shape.pixels, shape.classes)
+        gradients = [(depth, divided([gradient], everything, parted)[0]) for depth, gradient in gradients]
     first = min((p.depth for p in trained), default=0)  # nothing below it needs a gradient
     stages = [stage for stage in kept.stages(shape) if stage.depth >= first]
     moment, found = "update", [gradient for _, gradient in gradients]
@@ -156,7 +157,7 @@ def breakdown(
         if size > most:
             moment, most, found = f"backward pass of {name}", size, arrays()
     if parted is not None:
-        always, found = divided(always, trained, parted), divided(found, trained, parted)
+        always, found = divided(always, everything, parted), divided(found, everything, parted)
     activations = sum(_bytes(s.kept) for s in stages) + max((_bytes(s.again) for s in stages), default=0)
     return Breakdown((*always, *found), moment, hardware, activations, steps)
 
@@ -166,10 +167,11 @@ def divided(tensors: Sequence[Tensor], parameters: Sequence[Any], mesh: meshes.M
 
     Args:
       tensors: of one core's share of the batch.
-      parameters: the trained ones; what is frozen is taken to lie whole.
+      parameters: of the model, frozen ones too.
       mesh: partitioned.
     """
     from vit_tpu.layers import sharding
+    from vit_tpu.optim import adafactor
 
     known = {p.path: p for p in parameters}
 
@@ -177,10 +179,15 @@ def divided(tensors: Sequence[Tensor], parameters: Sequence[Any], mesh: meshes.M
         p = known.get(tensor.layer)
         if p is None:  # an activation: its heads or hidden units
             return tensor if tensor.split is None else tensor.cut(tensor.split, mesh.model)
-        if tensor.shape != p.variable.shape:  # row and column means: too small to matter
-            return tensor
-        how = (tensor.shape, p.split, mesh, p.stacked)
+        if tensor.part == "gradients" and tensor.shape != p.variable.shape:
+            return tensor  # a part already
+        how = (p.variable.shape, p.split, mesh, p.stacked)
         place = sharding.stored_spec(*how) if tensor.part == "weights" else sharding.state_spec(*how)
+        if tensor.shape != p.variable.shape:  # Adafactor's means of rows and columns lack one of the axes
+            first = int(p.stacked)
+            second, largest = adafactor.factored_axes(p.variable.shape[first:], 1) or (0, 0)
+            gone = first + (largest if tensor.kind.endswith("row") else second)
+            place = place[:gone] + place[gone + 1 :]
         return dataclasses.replace(tensor, shape=sharding.piece(tensor.shape, place, mesh))
 
     return [piece(tensor) for tensor in tensors]

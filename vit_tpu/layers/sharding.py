@@ -206,7 +206,8 @@ def table(groups: Iterable[Any], optimizer: Any, averaged: bool, mesh: Mesh) -> 
         for p in group.parameters:
             shape = p.variable.shape.as_list()
             layout = layouts([p], mesh)[p.path]
-            row = found.setdefault((_words(layout.stored, p.stacked), _words(layout.state, p.stacked)), [0, 0, 0])
+            words = (_words(layout.stored, mesh, p.stacked), _words(layout.state, mesh, p.stacked))
+            row = found.setdefault(words, [0, 0, 0])
             row[0] += 1
             row[1] += 4 * math.prod(piece(shape, layout.stored, mesh))
             row[2] += 4 * math.prod(piece(shape, layout.state, mesh)) * int(averaged and not group.frozen)
@@ -223,11 +224,12 @@ def table(groups: Iterable[Any], optimizer: Any, averaged: bool, mesh: Mesh) -> 
     return "\n".join("  " + "  ".join(f"{w:{a}{n}}" for w, a, n in zip(row, aligned, widths)).rstrip() for row in rows)
 
 
-def _words(spec: Spec, stacked: bool) -> str:
-    """("data", None, "model") as "[data, -, model]"; "whole" if nothing is split."""
-    if not any(spec):
+def _words(spec: Spec, mesh: Mesh, stacked: bool) -> str:
+    """("data", None, "model") as "[data, -, model]"; "whole" if nothing is split, as over an axis of one core."""
+    split = [name if name and getattr(mesh, name) > 1 else None for name in spec]
+    if not any(split):
         return "whole"
-    names = ["depth" if stacked and axis == 0 else name or "-" for axis, name in enumerate(spec)]
+    names = ["depth" if stacked and axis == 0 else name or "-" for axis, name in enumerate(split)]
     return f"[{', '.join(names)}]"
 
 

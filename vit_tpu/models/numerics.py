@@ -63,6 +63,8 @@ class Range:
         return (self.overflow, self.flush) if name == "float16" else self.bfloat16
 
     def __str__(self) -> str:
+        if self.bad == self.size:
+            return f"all {self.size:,} not finite"
         wrong = f", {self.bad:,} of {self.size:,} not finite" if self.bad else ""
         return f"{self.low:.3g} to {self.high:.3g}{wrong}"
 

@@ -204,10 +204,10 @@ class StepModel(watch.WaitingModel):
             factor = factor * tf.minimum(1.0, clip / norm)
         pairs = [(gradient * factor, p.variable) for gradient, p in zip(gradients, self.trained)]
         extra = {"frozen": latched} if isinstance(optimizer, LossScale) else {}
-        before = [] if self.movement is None else [tf.convert_to_tensor(p.variable) for p in self.trained]
+        before = [] if self.movement is None else self._weights_as_state()
         optimizer.apply_gradients(pairs, skip_gradients_aggregation=True, ok=ok, **extra)
         if self.movement is not None:
-            self.movement.record(before, [tf.convert_to_tensor(p.variable) for p in self.trained], ok)
+            self.movement.record(before, self._weights_as_state(), ok)
         if self.averages is not None:
             self.averages.update(ok)
         strict = self.compiled["check_numerics"] and not (isinstance(optimizer, LossScale) and optimizer.dynamic)
@@ -274,6 +274,12 @@ class StepModel(watch.WaitingModel):
         """On a mesh each core holds the share of a gradient whose weights it updates."""
         layouts = self.inner_optimizer.layouts
         return [sharding.as_state(g, layouts.get(p.path)) for g, p in zip(gradients, self.trained)]
+
+    def _weights_as_state(self) -> list[tf.Tensor]:
+        """The trained weights; on a mesh each core reads its share."""
+        layouts = self.inner_optimizer.layouts
+        stored = [sharding.as_stored(tf.convert_to_tensor(p.variable), layouts.get(p.path)) for p in self.trained]
+        return self._as_state(stored)
 
     @_as_written
     def test_step(self, data: Any) -> dict[str, tf.Tensor]:

@@ -37,7 +37,7 @@ class Options:
       advice: if it does not fit, try changes until it does.
       limit: seconds that one compilation may take.
       cache: folder of the compiler's answers; None for the user's own.
-      say: gets a line about each compilation.
+      say: gets a line before and after each compilation.
     """
 
     cycles: bool = False
@@ -137,6 +137,7 @@ class Job:
         return self.plan(batch).memory
 
     def plan(self, batch: int, stage: str = "memory") -> Plan:
+        self.options.say(f"{self.chip.name}, {batch} images a core: compiling, minutes for a large model ...")
         hlo, facts = self.tracer.trace(batch)
         compiled = compiler.compile_hlo(
             hlo, self.chip, replicas=self.cores // self.partitions, partitions=self.partitions, stage=stage,

@@ -69,7 +69,7 @@ def _settings(c: Config) -> list[str]:
         (m.remat != "none", f"remat {m.remat}"),
         (m.scan, "scan"),
         (t.grad_clip_norm is not None, f"clip {t.grad_clip_norm or 0:g}"),
-        (t.ema is not None, f"EMA {t.ema or 0:g}"),
+        (t.ema is not None, f"EMA {t.ema}"),
         (m.dropout > 0, f"dropout {m.dropout:g}"),
         (m.drop_path > 0, f"drop path {m.drop_path:g}"),
         (c.mesh is not None, f"mesh {c.mesh}, shard {c.shard}"),

@@ -25,6 +25,7 @@ def choose_devices(config: Config, cluster: Cluster | None, dry: bool = False) -
       cluster: its workers, or None.
       dry: take those of this worker alone: nobody else need be there.
     """
+    devices.check_together(config.strategy, config.tpu, config.virtual_devices, cluster)
     count = len(cluster.addresses) if cluster is not None and dry else 1
     here = devices.choose(
         "auto" if count > 1 else config.strategy, config.tpu, virtual=config.virtual_devices,

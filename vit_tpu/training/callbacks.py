@@ -67,8 +67,10 @@ class Evaluator(StepCallback):
             self.on_steps(self.start, logs)
 
     def on_steps(self, step: int, logs: Any) -> None:
-        if self.stop is not None and self.stop.requested:
-            return
+        if self.stop is not None:
+            self.stop.agree()  # workers that evaluate wait for nobody: not one may begin alone
+            if self.stop.requested:
+                return
         try:
             with self.logger.clock.pause(), self.logger.aside():
                 values = self._evaluate()

@@ -49,7 +49,9 @@ class Team:
         self._links: dict[int, rendezvous.Link] = {}
         self._left: set[int] = set()
         self._values: dict[tuple[int, str], Any] = {}
-        self._acks: dict[int, set[int]] = {}
+        self._at = 0  # the boundary that this worker has reached
+        self._holding = False  # whether it waits at the next one until all know where to stop
+        self._heard: dict[int, int] = {}  # on worker 0: where each was when it began to hold
         self._changed = threading.Condition()
 
         self.say: Callable[[str], None] = functools.partial(print, file=sys.stdout, flush=True)
@@ -57,7 +59,8 @@ class Team:
     def connect(self, facts: Mapping[str, Any]) -> None:
         """Waits for all workers; from then on hears of them, too."""
         assert self.cluster is not None
-        self._links = rendezvous.join(self.cluster, dict(facts), self.timeout)
+        everyone = {"workers": list(self.cluster.addresses)}  # TF_CONFIG may name others on each
+        self._links = rendezvous.join(self.cluster, {**facts, **everyone}, self.timeout)
         for worker, link in self._links.items():
             threading.Thread(target=self._read, args=(worker, link), name=f"worker-{worker}", daemon=True).start()
 
@@ -96,12 +99,28 @@ class Team:
                         f"the same {what}"
                     )
 
-    def ask_stop(self, at: int) -> None:
-        """Tells everybody to stop at an execution boundary that nobody can have passed; returns when all know."""
-        self._stop(at, self.index, None)
+    def reached(self, boundary: int, ask: bool = False) -> bool:
+        """Returns whether all workers stop at this boundary between two executions.
+
+        The workers number their boundaries alike but need not be at the same one: batches of an evaluation wait for
+        nobody. Once one asks for a stop, each says where it is and passes no further boundary until worker 0 has heard
+        from all; they stop one beyond the foremost.
+
+        Args:
+          boundary: its number, from 1.
+          ask: for a stop.
+        """
         with self._changed:
-            others = self.size - 1 if self.chief else 1
-            self._changed.wait_for(lambda: len(self._acks[self.index]) >= others or self.error, self.timeout)
+            self._at = boundary
+        if ask and self.chief:
+            self._hold()
+        elif ask and not self._holding:
+            self._send_all({"kind": "ask"})
+        with self._changed:
+            if self._holding or ask:
+                self._changed.wait_for(lambda: self.stop_at is not None or self.error, self.timeout)
+        self.check()
+        return self.stop_at is not None and boundary >= self.stop_at
 
     def check(self) -> None:
         """Raises WorkerError if another worker has vanished or failed."""
@@ -173,11 +192,23 @@ class Team:
                 )
             return self._values.pop((worker, what))
 
-    def _stop(self, at: int, asked: int, sender: int | None) -> None:
+    def _hold(self) -> None:
+        """On worker 0: asks all where they are, once."""
         with self._changed:
-            self.stop_at = at if self.stop_at is None else min(at, self.stop_at)
-            self._acks.setdefault(asked, set())
-        self._send_all({"kind": "stop", "at": at, "asked": asked}, but=sender)
+            if self._holding:
+                return
+            self._holding = True
+            self._heard[0] = self._at
+        self._send_all({"kind": "hold"})
+
+    def _decide(self) -> None:
+        """On worker 0: says where all stop, once all that are still here have said where they are."""
+        with self._changed:
+            if not self._holding or self.stop_at is not None or len({*self._heard, *self._left}) < self.size:
+                return
+            self.stop_at = max(self._heard.values()) + 1
+            self._changed.notify_all()
+        self._send_all({"kind": "stop", "at": self.stop_at})
 
     def _end(self, error: WorkerError) -> None:
         with self._changed:
@@ -206,21 +237,21 @@ class Team:
             with self._changed:
                 self._values[worker, message["what"]] = message["value"]
                 self._changed.notify_all()
-        elif kind == "stop":
-            self._stop(message["at"], message["asked"], worker)
-            if not self.chief:
-                self._links[0].send({"kind": "ack", "asked": message["asked"]})
-            elif self.size == 2:
-                self._links[worker].send({"kind": "ack", "asked": worker})
-        elif kind == "ack":
-            asked = message["asked"]
+        elif kind == "ask":
+            self._hold()
+        elif kind == "hold":
             with self._changed:
-                known = self._acks.setdefault(asked, set())
-                known.add(worker)
-                all_know = len(known) == self.size - 2
+                self._holding = True
+                at = self._at
+            self._links[0].send({"kind": "at", "boundary": at})
+        elif kind == "at":
+            with self._changed:
+                self._heard[worker] = message["boundary"]
+            self._decide()
+        elif kind == "stop":
+            with self._changed:
+                self.stop_at = message["at"]
                 self._changed.notify_all()
-            if self.chief and asked != 0 and all_know:
-                self._links[asked].send(message)
         elif kind in ("failed", "lost"):
             self._left.add(worker if kind == "failed" else message["worker"])
             self._send_all(message, but=worker)
@@ -230,6 +261,8 @@ class Team:
                 self._end(WorkerError(f"{self.name(message['worker'])} is gone; {AGAIN}", 75))
         elif kind == "bye":
             self._left.add(worker)
+            if self.chief:
+                self._decide()
 
     def _gone(self, worker: int) -> None:
         self._send_all({"kind": "lost", "worker": worker}, but=worker)

@@ -77,8 +77,8 @@ def _gather(cluster: Cluster, facts: Mapping[str, Any], until: float, timeout: f
     except OSError as error:
         server.close()
         raise UserError(
-            f"worker 0 cannot listen at {host}:{port} ({error.strerror}): another process has the port; stop it, or "
-            "name another one on all workers"
+            f"worker 0 cannot listen at {host}:{port} ({error.strerror}): another process has the port, a second "
+            "--worker=0 perhaps; stop it, or name another port on all workers"
         ) from None
     wrong = ""
     with server:

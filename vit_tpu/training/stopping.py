@@ -56,25 +56,22 @@ class StopOnRequest(keras.callbacks.Callback):
         if self.doing == "training" and self.last_end is not None:  # not the first, which compiles
             self.execution_seconds = time.perf_counter() - self.last_end
         self.doing = "training"
-        self._agree()
+        self.agree()
         if self.requested:
             self.model.stop_training = True
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._agree()
+        self.agree()
         if self.requested:
             raise EvaluationStoppedError
 
-    def _agree(self) -> None:
-        """At the end of an execution, which all workers reach one after the other: requests the stop where all do."""
+    def agree(self) -> None:
+        """With several workers, at a place that all come to alike: requests the stop if it is where all stop."""
         if self.team is None:
             return
         self.team.check()
         self.boundaries += 1
-        if self.asked and self.team.stop_at is None:
-            # Nobody ends the next execution before this worker has begun it, and that is not before all know.
-            self.team.ask_stop(self.boundaries + 1)
-        if self.team.stop_at is not None and self.boundaries >= self.team.stop_at and not self.requested:
+        if self.team.reached(self.boundaries, self.asked) and not self.requested:
             self.requested, self.requested_at = True, self.requested_at or time.perf_counter()
 
     @contextlib.contextmanager
