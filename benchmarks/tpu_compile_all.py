@@ -100,8 +100,10 @@ def attempt(chip: str, changes: dict[str, Any], full: bool) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as cache:
             [plan] = make_plans(config(changes), [chip], options=Options(cycles=full, cache=cache))
-    except (CompilerError, UserError) as error:
-        return {"ok": False, "why": " ".join(str(error).split())[:300], "seconds": time.perf_counter() - began}
+    except Exception as error:  # whatever it is, the other cases run
+        name = "" if isinstance(error, (CompilerError, UserError)) else f"{type(error).__name__}: "
+        why = name + " ".join(str(error).split())[:300]
+        return {"ok": False, "why": why, "seconds": time.perf_counter() - began}
     found = {"ok": True, "bytes": plan.memory.total, "seconds": time.perf_counter() - began}
     return found | ({"cycles": plan.cycles.total} if plan.cycles is not None else {})
 

@@ -5,8 +5,8 @@
   python benchmarks/trade_off.py --depth=12          all blocks of a B-sized model: longer
 
 The baseline has a class token and heads of a width that 12, 16 and 20 of them divide (960, between B and L), so that
-nothing but the number of heads changes. Figures are the TPU compiler's; no TPU is used. Answers are kept in the user's
-cache folder.
+nothing but the number of heads changes. Figures are the TPU compiler's; no TPU is used. The page is written after every
+row and names the rows that are missing; answers are kept in the user's cache folder, so that the same command goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
+from collections.abc import Iterator
 
 from vit_tpu import config as configs
 from vit_tpu.tpu import show
@@ -49,27 +50,30 @@ def rows(depth: int) -> dict[str, dict]:
     }
 
 
-def plan(depth: int, changes: dict, chip: str, cycles: bool) -> Plan:
+def plans(depth: int, changes: dict, chips: list[str], cycles: bool) -> dict[str, Plan]:
+    if not chips:
+        return {}
     config = configs.from_dict(base(depth))
     for key, value in changes.items():
         config = configs.replace(config, key, value)
-    print(f"planning {chip} {changes}{' with cycles' if cycles else ''}", file=sys.stderr, flush=True)
-    return make_plans(config, [chip], 1, BATCH, Options(cycles))[0]
+    print(f"planning {chips} {changes}{' with cycles' if cycles else ''}", file=sys.stderr, flush=True)
+    return dict(zip(chips, make_plans(config, chips, 1, BATCH, Options(cycles))))
 
 
 def against(new: float, old: float) -> str:
     return f"{100 * (new / old - 1):+.1f} %"
 
 
-def table(chips: list[str], timed: list[str], depth: int) -> str:
-    """Returns the table as Markdown."""
+def tables(chips: list[str], timed: list[str], depth: int) -> Iterator[str]:
+    """Gives the table as Markdown after every row."""
     head = ["", "parameters", "FLOPs"]
     head += [cell for chip in chips for cell in (f"{chip}: HBM", "")]
     head += [cell for chip in timed for cell in (f"{chip}: estimated images/s a core", "", "MFU")]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     first: dict[str, Plan] = {}
     for name, changes in rows(depth).items():
-        found = {chip: plan(depth, changes, chip, chip in timed) for chip in dict.fromkeys([*chips, *timed])}
+        found = plans(depth, changes, [chip for chip in chips if chip not in timed], False)
+        found |= plans(depth, changes, timed, True)
         first = first or found
         any_ = found[(chips or timed)[0]]
         start = first[(chips or timed)[0]]
@@ -82,7 +86,8 @@ def table(chips: list[str], timed: list[str], depth: int) -> str:
             cells += [f"{BATCH / cost.seconds:,.0f}", against(was.seconds, cost.seconds), f"{100 * cost.mfu:.1f} %"]
         lines.append("| " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
-    return "\n".join(lines)
+        missing = list(rows(depth))[len(lines) - 2 :]
+        yield "\n".join(lines) + (f"\n\nNot planned yet: {'; '.join(missing)}." if missing else "")
 
 
 def main() -> None:
@@ -93,10 +98,10 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="write no page")
     args = parser.parse_args()
     chips, timed = ([name for name in text.split(",") if name] for text in (args.chips, args.cycles))
-    made = table(chips, timed, args.depth)
-    if not args.print:
-        before, _, rest = TARGET.read_text().partition(BEGIN)
-        TARGET.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}")
+    for made in tables(chips, timed, args.depth):
+        if not args.print:
+            before, _, rest = TARGET.read_text().partition(BEGIN)
+            TARGET.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -247,3 +247,17 @@ def test_number_formats_of_a_tpu():
         remote.check(on_tpu("local", precision="mixed_float16"), here)
     slow = on_tpu("local", precision="mixed_bfloat16", training__steps_per_execution=1)
     assert "steps_per_execution=1" in remote.check(slow, here)[0]
+
+
+@pytest.mark.parametrize(("tpu", "python", "refused"), [
+    ("my-slice", True, True), ("my-slice", False, False), ("local", True, False),
+])  # fmt: skip
+def test_source_that_python_reads_is_refused_where_the_hosts_are_others(tpu, python, refused, monkeypatch):
+    monkeypatch.setattr(remote.service, "needs_python", lambda source: python)
+    source = types.SimpleNamespace(name="array records in gs://b", encoded=True)
+    config, here = on_tpu(tpu, precision="mixed_bfloat16"), devices.Devices(Pod(1), "", "TPU")
+    if refused:
+        with pytest.raises(UserError, match="array records in gs://b is read by Python.*write it as TFRecords"):
+            remote.check(config, here, source)
+    else:
+        assert remote.check(config, here, source) == []

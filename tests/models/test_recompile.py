@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 import tiny
 
 from vit_tpu import optim
@@ -45,3 +46,11 @@ def test_another_batch_size_is_named_and_refused(told):
     with pytest.raises(UserError, match="not static"):
         trained.fit(tiny.scalar_data(np.ones(8), 2), verbose=0)
     assert "after images float32 (4, 1)" in told[0]
+
+
+def test_shape_that_was_compiled_for_before_the_last_one_is_no_news(told):
+    seen: tuple[str, ...] = ()
+    with tf.Graph().as_default():
+        for batch in (4, 2, 4):
+            seen = accept.note_trace(seen, tf.zeros([batch, 1]), tf.zeros([batch]))
+    assert len(seen) == 2 and len(told) == 1
