@@ -1,6 +1,6 @@
 """Writes the tables of docs/sharding.md: what the TPU compiler says of a step divided over eight cores of a v3.
 
-python benchmarks/sharding_tables.py            all rows (about fifteen CPU minutes; answers are kept, see vit_tpu.plan)
+python benchmarks/sharding_tables.py            all rows (about six CPU minutes; answers are kept, see vit_tpu.plan)
 python benchmarks/sharding_tables.py L/16       the rows of one model, printed and not written
 """
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from vit_tpu import precision
 from vit_tpu.layers import attention, mlp, norm, patches, pooling, target, tpu_attention
-from vit_tpu.layers.block import Block, _pieces, stacked_blocks
+from vit_tpu.layers.block import Block, loops, stacked_blocks
 
 # Length of the difference as a share of the length. In bfloat16 the two ways round at different places (against float32
 # both are off by 1 to 3 %); leaving out a scale, a transposition or a term gives differences of order 1.
@@ -98,7 +98,7 @@ def test_loops_of_a_stack_cover_it_in_order_and_need_no_more_than_equal_ones(dep
     def fullest(pieces):
         return max(kept * (start + count) + gradients * (depth - start) for start, count in pieces)
 
-    pieces = _pieces(depth, kept, gradients)
+    pieces = loops(depth, kept, gradients)
     assert [i for start, count in pieces for i in range(start, start + count)] == list(range(depth))
     assert len(pieces) <= 4 and all(count > 1 or depth == 1 for _, count in pieces)
     assert fullest(pieces) <= fullest([(0, depth)])

@@ -112,16 +112,19 @@ class Stage:
 def stages(s: Shape) -> list[Stage]:
     """Returns the stages of a model in the order of its forward pass."""
     again = s.model.scan or (s.model.remat == "block" and s.mode != "cpu")
-    found = [embedding(s)]
+    found = [embedding(s, again)]
     found += [block(s, i, again) for i in range(s.variant.depth)]
     return [*found, head(s)]
 
 
-def embedding(s: Shape) -> Stage:
+def embedding(s: Shape, again: bool) -> Stage:
+    """Returns the embedding; `again`: whether its backward pass takes the images of the batch anew, on a TPU."""
     # The matrix product's operand: cast, and cut into patches off TPUs.
     kept = [_activation(s, "embedding", "images for the product", (s.batch, *s.pixels), s.product)]
     if s.mode == "tpu" and s.steps > 1:  # cast for all micro-batches at once, before the loop
         kept.append(_activation(s, "embedding", "images, cast", (s.steps * s.batch, *s.pixels), s.product))
+    if s.mode == "tpu" and again:
+        kept = [dataclasses.replace(tensor, part="batch") for tensor in kept]
     gradient = _activation(s, "embedding", "gradient of tokens", s.stream)
     return Stage("embedding", 0, tuple(kept), (), (("embedding", (gradient,), ()),))
 
@@ -174,6 +177,8 @@ def block(s: Shape, number: int, again: bool) -> Stage:
         (f"{name}/attention", through_maps, tuple(gone)),
         (f"{name}/attention", (*inside, dy), tuple(gone)),
     )
+    if again and s.mode == "tpu":
+        rest.append(array("", "input, behind the barrier", s.stream))
     if again:
         return Stage(name, number + 1, (start,), tuple(rest), moments)
     return Stage(name, number + 1, (start, *rest), (), moments)

@@ -9,6 +9,7 @@ lets them go block by block while gradients come in their place. `breakdown` fol
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -153,7 +154,7 @@ def breakdown(
     stages = [stage for stage in kept.stages(shape) if stage.depth >= first]
     moment, found = "update", [gradient for _, gradient in gradients]
     most = _bytes(found)
-    for name, size, arrays in _moments(stages, gradients):
+    for name, size, arrays in _moments(stages, *_in_loops(gradients, shape)):
         if size > most:
             moment, most, found = f"backward pass of {name}", size, arrays()
     if parted is not None:
@@ -193,14 +194,39 @@ def divided(tensors: Sequence[Tensor], parameters: Sequence[Any], mesh: meshes.M
     return [piece(tensor) for tensor in tensors]
 
 
+def _in_loops(
+    gradients: Sequence[tuple[int, Tensor]], shape: kept.Shape
+) -> tuple[list[tuple[int, Tensor]], list[tuple[int, int]]]:
+    """Returns the gradients with those of stacked blocks cut into one array for each loop, and the loops.
+
+    A gradient comes with the depth below which it is there; a loop is (depth of its first block, of its last).
+    """
+    from vit_tpu.layers.block import loops
+
+    stacked = [tensor for _, tensor in gradients if tensor.kind == state.STACKED]
+    if not stacked:
+        return list(gradients), []
+    depth, pieces = shape.variant.depth, [(0, shape.variant.depth)]
+    if shape.mode == "tpu":
+        inputs = kept.SIZES[shape.dtype] * math.prod(shape.stream)
+        pieces = loops(depth, inputs, _bytes(stacked) // depth)
+    found = [(at, tensor) for at, tensor in gradients if tensor.kind != state.STACKED]
+    for first, count in pieces:  # from the loop's beginning on, at its last block
+        parts = (dataclasses.replace(tensor, shape=(count, *tensor.shape[1:])) for tensor in stacked)
+        found += [(first + count + 1, tensor) for tensor in parts]
+    return found, [(first + 1, first + count) for first, count in pieces]
+
+
 def _moments(
-    stages: Sequence[kept.Stage], gradients: Sequence[tuple[int, Tensor]]
+    stages: Sequence[kept.Stage], gradients: Sequence[tuple[int, Tensor]], loops: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, int, Callable[[], list[Tensor]]]]:
     """Yields (name, bytes, function giving the arrays) of each moment of the backward pass."""
     for place in range(len(stages) - 1, -1, -1):
-        stage, below = stages[place], stages[: place + 1]
-        # Gradients of stacked blocks share one array, which is there from the first of them on.
-        alive = [g for depth, g in gradients if depth > stage.depth or g.kind == state.STACKED]
+        stage = stages[place]
+        # What a loop keeps of its blocks is one array, which goes when the loop has run.
+        last = next((last for first, last in loops if first <= stage.depth <= last), stage.depth)
+        below = [s for s in stages if s.depth <= last]
+        alive = [gradient for depth, gradient in gradients if depth > stage.depth]
         fixed = sum(_bytes(s.kept) for s in below) + _bytes(stage.again) + _bytes(alive)
         for name, made, gone in stage.moments:
 

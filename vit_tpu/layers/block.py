@@ -168,7 +168,7 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
     pieces = [(0, depth)]
     if target.on_tpu():
         gradients = sum(dtype.size * stack.shape[1:].num_elements() for dtype, stack in zip(dtypes, stacks))
-        pieces = _pieces(depth, x.dtype.size * (x.shape[0] or 1) * x.shape[1] * x.shape[2], gradients)
+        pieces = loops(depth, x.dtype.size * (x.shape[0] or 1) * x.shape[1] * x.shape[2], gradients)
 
     @tf.custom_gradient
     def run(x, *stacks):
@@ -206,7 +206,7 @@ def stacked_blocks(block: Block, depth: int, x: tf.Tensor, seed: tf.Tensor | Non
     return run(x, *stacks)
 
 
-def _pieces(depth: int, kept: int, gradients: int) -> list[tuple[int, int]]:
+def loops(depth: int, kept: int, gradients: int) -> list[tuple[int, int]]:
     """Returns (first block, number of blocks) of the loops a stack is run in, cut where memory is fullest the least.
 
     What a loop keeps goes when its backward loop has run; that one's gradients come when it begins.
@@ -220,8 +220,8 @@ def _pieces(depth: int, kept: int, gradients: int) -> list[tuple[int, int]]:
         return max(kept * end + gradients * (depth - start) for start, end in zip(starts, [*starts[1:], depth]))
 
     # Not one block alone: the compiler unrolls a loop of one round, and keeps what it should compute again.
-    loops = min(_LOOPS, max(1, depth // 2))
-    cuts = itertools.combinations(range(2, depth - 1), loops - 1)
+    count = min(_LOOPS, max(1, depth // 2))
+    cuts = itertools.combinations(range(2, depth - 1), count - 1)
     several = [starts for starts in ((0, *cut) for cut in cuts) if all(b - a > 1 for a, b in zip(starts, starts[1:]))]
     starts = min(several, key=fullest)
     return [(start, end - start) for start, end in zip(starts, [*starts[1:], depth])]

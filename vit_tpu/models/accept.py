@@ -73,8 +73,10 @@ def static_batch(images: tf.Tensor) -> int:
     """Returns the batch size, which must be known when the step is traced."""
     batch = images.shape[0]
     if batch is None:
-        raise UserError("the batch size is not static: batch the data with drop_remainder=True, or give fit a "
-            "batch_size that divides the number of examples")
+        raise UserError(
+            "the batch size is not static: batch the data with drop_remainder=True, or give fit a "
+            "batch_size that divides the number of examples"
+        )
     return batch
 
 
