@@ -187,8 +187,7 @@ class StepModel(watch.WaitingModel):
         gradients_of = self.split_jit or self._gradients
         gradients, total, count, logits = gradients_of(images, labels, weights, scale, seed)
         if replicas > 1:
-            gradients = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-            total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, [total, count])
+            *gradients, total, count = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, total, count])
         # Gradients so far are sums over all examples divided by one replica's static batch; one factor makes them the
         # mean, unscaled.
         factor = accept.static_batch(images) / tf.maximum(count, 1.0)
