@@ -316,5 +316,5 @@ def dry_run(config: Config) -> str:
         return memory_text  # building the model, as the rest asks for, would end this process
     model = build.build_model(config, here, classes, inputs.channels(config, train), plan)
     folder = Workdir(config.workdir or "(none: dry run)")
-    opening = summary.opening(config, here, model, train, validation, plan, folder, 0)
+    opening = summary.opening(config, here, model, train, validation, plan, folder, 0, dry=True)
     return f"{opening}\n\n{memory_text}"

@@ -82,9 +82,12 @@ def read(values: Mapping[str, Any]) -> Summary:
 
 def opening(
     config: Config, here: devices.Devices, model: ViT, train: Source, validation: Source, plan: schedule.Plan,
-    folder: Workdir, start: int, notes: Sequence[str] = (),
+    folder: Workdir, start: int, notes: Sequence[str] = (), dry: bool = False,
 ) -> str:  # fmt: skip
-    """Returns the start-up summary: what will run, on what, for how long, and how each parameter is treated."""
+    """Returns the start-up summary: what will run, on what, for how long, and how each parameter is treated.
+
+    `dry`: nothing will run, so nothing can be asked of the process.
+    """
     t, v = config.training, model.variant
     parameters = sum(int(np.prod(p.variable.shape)) for p in model.parameters())
     inner = model.inner_optimizer
@@ -121,12 +124,12 @@ def opening(
         (
             "length",
             f"{plan.total_steps:,} steps of {batch}, {plan.total_steps / plan.steps_per_epoch:,.1f} epochs; "
-            f"{plan.steps_per_execution} steps per execution",
+            f"{plan.steps_per_execution} {'step' if plan.steps_per_execution == 1 else 'steps'} per execution",
         ),
         (
             "rhythm",
             f"log every {plan.log_every:,}, evaluate every {plan.evaluate_every:,} steps; {_saving(plan)}; a stop "
-            f"waits for one execution ({plan.steps_per_execution:,} steps) at most",
+            "waits for one execution at most",
         ),
         (
             "optimizer",
@@ -146,12 +149,13 @@ def opening(
     ]
     if model.mesh is not None:
         rows.append(("sharding", sharding.table(model.groups, inner, t.ema is not None, model.mesh)))
-    known = gauges.device_bytes() is not None
-    rows.append((
-        "watch",
-        f"kill -USR1 {os.getpid()} records the next {profiling.STEPS} steps, a number in "
-        f"{folder.path}/{profiling.REQUEST} as many" + ("" if known else "\nno device reports its memory: n/a"),
-    ))  # fmt: skip
+    if not dry:
+        known = gauges.device_bytes() is not None
+        rows.append((
+            "watch",
+            f"kill -USR1 {os.getpid()} records the next {profiling.STEPS} steps, a number in "
+            f"{folder.path}/{profiling.REQUEST} as many" + ("" if known else "\nno device reports its memory: n/a"),
+        ))  # fmt: skip
     if plan.changed:
         rows.append(("changed", "\n".join(plan.changed)))
     if notes:
