@@ -123,5 +123,5 @@ def test_the_compiler_gets_no_lock_and_no_logs_of_others(tmp_path):
 
 def test_the_version_that_was_tested_is_the_version_that_is_installed_for_users():
     root = pathlib.Path(__file__).parents[2]
-    assert f"libtpu=={compiler.TESTED_LIBTPU}\n" in (root / "setup.cfg").read_text()
+    assert f"libtpu=={compiler.TESTED_LIBTPU}; " in (root / "setup.cfg").read_text()
     assert f"libtpu=={compiler.TESTED_LIBTPU}\n" in (root / "constraints.txt").read_text()

@@ -124,7 +124,7 @@ def embedding(s: Shape, again: bool) -> Stage:
     if s.mode == "tpu" and s.steps > 1:  # cast for all micro-batches at once, before the loop
         kept.append(_activation(s, "embedding", "images, cast", (s.steps * s.batch, *s.pixels), s.product))
     if s.mode == "tpu" and again:
-        kept = [dataclasses.replace(tensor, part="batch") for tensor in kept]
+        kept = [dataclasses.replace(tensor, part="copies") for tensor in kept]
     gradient = _activation(s, "embedding", "gradient of tokens", s.stream)
     return Stage("embedding", 0, tuple(kept), (), (("embedding", (gradient,), ()),))
 

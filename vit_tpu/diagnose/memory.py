@@ -26,7 +26,7 @@ WHAT = {
     "EMA": "average of the weights, float32",
     "accumulator": "gradient sum over micro-batches, float32",
     "gradients": "alive at the fullest moment",
-    "copies": "of weights in the compute dtype, and what XLA copies on CPUs",
+    "copies": "of weights or images in the compute dtype, and what XLA copies on CPUs",
     "activations": "kept for the backward pass, and what it makes",
     "batch": "images as the model reads them, labels",
 }
