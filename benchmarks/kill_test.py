@@ -173,7 +173,7 @@ def _live(told: dict[str, Any]) -> int:
     notes = open(f"{workdir}.life-{life}", "w")  # noqa: SIM115
     original = inputs.train_data
 
-    def watched(config: Any, source: Any, start: int, broken: Any) -> Any:
+    def watched(config: Any, source: Any, start: int, broken: Any, *hosts: int) -> Any:
         known = {image.tobytes(): number for number, image in enumerate(_pixels(source))}
         if len(known) != source.num_examples:
             raise SystemExit("two examples are alike: they cannot be told apart")
@@ -190,7 +190,7 @@ def _live(told: dict[str, Any]) -> int:
             seen.set_shape(images.shape)
             return (seen, *rest)
 
-        return original(config, source, start, broken).map(through)
+        return original(config, source, start, broken, *hosts).map(through)
 
     inputs.train_data = watched
     config = vit_tpu.load_config(
